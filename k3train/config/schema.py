@@ -1,0 +1,146 @@
+"""The sections of a recipe as typed dataclasses. Hydra composes YAML into these; `validate` checks them together."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from k3train.config.model import ModelConfig
+
+
+@dataclass
+class ParallelConfig:
+    """How ranks share the work. World size = TP x CP x PP x DP; experts: EP x expert TP x PP x expert DP."""
+
+    world_size: int | None = None  # ranks to start when not under torchrun/srun; null: one per GPU, or the least that fits
+    tensor: int = 1
+    sequence: bool = True  # sequence parallelism; always on where tensor > 1
+    pipeline: int = 1
+    virtual_pipeline: int = 1  # model chunks per pipeline rank (interleaved schedule)
+    # Megatron's layout string over PP x VPP stages, e.g. "Et*5|t*4mL" (E embedding, t decoder layer, m MTP, L loss);
+    # null spreads the layers evenly.
+    pipeline_layout: str | None = None
+    context: int = 1
+    expert: int = 1
+    expert_tensor: int = 1
+    distributed_optimizer: bool = True  # ZeRO-1: optimizer state sharded over data-parallel ranks
+    overlap_grad_reduce: bool = False
+    overlap_param_gather: bool = False
+    recompute: str = "none"  # none | full (each decoder layer recomputed in backward)
+
+
+@dataclass
+class OptimConfig:
+    """Optimizer and schedule."""
+
+    name: str = "adamw"
+    lr: float = 3e-3
+    min_lr: float = 3e-4
+    schedule: str = "cosine"  # cosine | constant
+    warmup_fraction: float = 0.01  # of train.steps, linear
+    weight_decay: float = 0.1
+    betas: list[float] = field(default_factory=lambda: [0.9, 0.95])
+    eps: float = 1e-8
+    clip_grad: float = 1.0  # global gradient norm; 0 turns clipping off
+
+
+@dataclass
+class CorpusConfig:
+    """One corpus of a blend."""
+
+    path: str = "???"  # prefix of <path>.bin and <path>.idx
+    weight: float = 1.0
+
+
+@dataclass
+class DataConfig:
+    """Where the tokens come from."""
+
+    tokenizer: str = "???"  # tokenizer.json, or a directory that holds one
+    train: list[CorpusConfig] = field(default_factory=list)
+    valid: list[CorpusConfig] = field(default_factory=list)
+    cache_dir: str | None = None  # index cache; null: beside the run
+    num_workers: int = 0
+
+
+@dataclass
+class StageConfig:
+    """What is trained for."""
+
+    name: str = "pretrain"
+    update_router_bias: bool = True  # Quantile Balancing moves the bias; off after pretraining
+
+
+@dataclass
+class TrainConfig:
+    """The loop."""
+
+    steps: int = 300
+    seq_length: int = 256
+    micro_batch_size: int = 4
+    global_batch_size: int = 16  # sequences per optimizer step
+    precision: str = "fp32"  # fp32 | bf16 (fp32 main parameters and gradients)
+    seed: int = 1234
+    eval_interval: int = 50  # steps; 0: only at the end
+    eval_samples: int = 64  # held-out sequences per evaluation
+    log_expert_load_interval: int = 10  # steps between tokens-per-expert records
+
+
+@dataclass
+class CheckpointConfig:
+    """Distributed checkpoints (torch_dist)."""
+
+    interval: int = 100  # steps; 0: only at the end
+    keep_last: int = 2  # older ones are pruned after a newer one is committed; 0 keeps all
+    resume: str = "auto"  # auto: continue this run directory's newest checkpoint | never
+    load: str | None = None  # start from the weights of this checkpoint (a fresh run)
+
+
+@dataclass
+class WandbConfig:
+    mode: str = "auto"  # auto: online with a key, offline without | online | offline | disabled
+    project: str = "k3train"
+    entity: str | None = None
+    group: str | None = None
+    tags: list[str] = field(default_factory=list)
+
+
+@dataclass
+class TelemetryConfig:
+    """What a person and a dashboard see."""
+
+    console: bool = True
+    interactive: bool | None = None  # self-updating line; null: when standard output is a terminal
+    wandb: WandbConfig = field(default_factory=WandbConfig)
+
+
+@dataclass
+class RunConfig:
+    name: str = "k3-tiny"
+    dir: str = "runs/${run.name}"
+    device: str = "auto"  # auto | cpu | cuda
+    threads_per_rank: int | None = None  # CPU threads of each rank; null: cores // local ranks, at least 1
+    timeout_minutes: float = 30.0  # collectives that take longer end the run
+
+
+@dataclass
+class RecipeConfig:
+    """A whole recipe."""
+
+    recipe_name: str = "custom"
+    run: RunConfig = field(default_factory=RunConfig)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    stage: StageConfig = field(default_factory=StageConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    telemetry: TelemetryConfig = field(default_factory=TelemetryConfig)
+
+
+def to_plain(config: Any) -> dict[str, Any]:
+    """A recipe as plain nested dicts and lists, for saving and for comparing runs."""
+    from dataclasses import asdict
+
+    return asdict(config)
