@@ -1,0 +1,107 @@
+"""Gated activations that keep only their two inputs for the backward pass."""
+
+import torch
+from torch import Tensor
+from torch.autograd.function import FunctionCtx, once_differentiable
+
+
+def _check(gate: Tensor, up: Tensor) -> None:
+    if gate.shape != up.shape or gate.dtype != up.dtype:
+        raise ValueError(
+            f"gate is {tuple(gate.shape)} {gate.dtype} and up is {tuple(up.shape)} {up.dtype}; "
+            "both must have one shape and one dtype: split them from one projection."
+        )
+    if not gate.is_floating_point():
+        raise ValueError(f"gate and up are {gate.dtype}; allowed are floating-point dtypes: cast them first.")
+
+
+def _in_compute_dtype(*tensors: Tensor) -> list[Tensor]:
+    """fp32, or the tensors' own dtype where that is wider (fp64 gradient checks)."""
+    return [t.to(torch.promote_types(t.dtype, torch.float32)) for t in tensors]
+
+
+class _SituGlu(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: FunctionCtx, gate: Tensor, up: Tensor, beta: float, linear_beta: float) -> Tensor:
+        ctx.save_for_backward(gate, up)
+        ctx.betas = (beta, linear_beta)
+        g, u = _in_compute_dtype(gate, up)
+        # In-place steps keep two temporaries alive instead of six.
+        out = torch.div(g, beta).tanh_().mul_(torch.sigmoid(g))
+        out.mul_(torch.div(u, linear_beta).tanh_()).mul_(beta * linear_beta)
+        return out.to(gate.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: FunctionCtx, grad_out: Tensor) -> tuple[Tensor | None, ...]:
+        gate, up = ctx.saved_tensors
+        beta, linear_beta = ctx.betas
+        g, u, grad = _in_compute_dtype(gate, up, grad_out)
+        gate_tanh = torch.div(g, beta).tanh_()
+        gate_sigmoid = torch.sigmoid(g)
+        up_tanh = torch.div(u, linear_beta).tanh_()
+        grad_gate = grad_up = None
+        if ctx.needs_input_grad[0]:
+            # d/dg [beta tanh(g/beta) sigmoid(g)] = sigmoid(g) (1 - tanh^2 + beta tanh (1 - sigmoid(g)))
+            slope = (1 - gate_sigmoid).mul_(gate_tanh).mul_(beta).add_(1).sub_(gate_tanh.square())
+            slope.mul_(gate_sigmoid).mul_(up_tanh).mul_(grad).mul_(linear_beta)
+            grad_gate = slope.to(gate.dtype)
+        if ctx.needs_input_grad[1]:
+            # d/du [linear_beta tanh(u/linear_beta)] = 1 - tanh^2
+            slope = up_tanh.square_().neg_().add_(1)
+            grad_up = slope.mul_(gate_tanh).mul_(gate_sigmoid).mul_(grad).mul_(beta).to(up.dtype)
+        return grad_gate, grad_up, None, None
+
+
+class _SwiGlu(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: FunctionCtx, gate: Tensor, up: Tensor) -> Tensor:
+        ctx.save_for_backward(gate, up)
+        g, u = _in_compute_dtype(gate, up)
+        return torch.sigmoid(g).mul_(g).mul_(u).to(gate.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: FunctionCtx, grad_out: Tensor) -> tuple[Tensor | None, ...]:
+        gate, up = ctx.saved_tensors
+        g, u, grad = _in_compute_dtype(gate, up, grad_out)
+        gate_sigmoid = torch.sigmoid(g)
+        grad_gate = grad_up = None
+        if ctx.needs_input_grad[0]:
+            # d/dg [g sigmoid(g)] = sigmoid(g) (1 + g (1 - sigmoid(g)))
+            slope = (1 - gate_sigmoid).mul_(g).add_(1).mul_(gate_sigmoid)
+            grad_gate = slope.mul_(u).mul_(grad).to(gate.dtype)
+        if ctx.needs_input_grad[1]:
+            grad_up = gate_sigmoid.mul_(g).mul_(grad).to(up.dtype)
+        return grad_gate, grad_up
+
+
+def situ_glu(gate: Tensor, up: Tensor, beta: float = 4.0, linear_beta: float = 25.0) -> Tensor:
+    """SiTU-GLU, ``beta tanh(gate/beta) sigmoid(gate) * linear_beta tanh(up/linear_beta)``.
+
+    Kimi K3 report §2.3; used in routed, shared and dense feed-forward layers. The output's magnitude never
+    exceeds ``beta * linear_beta`` (100 by default). Computes in fp32 (fp64 for fp64 inputs) and returns the
+    inputs' dtype. Only ``gate`` and ``up`` are kept for the backward, which can't be differentiated again.
+
+    Args:
+        gate: [..., f], any memory layout, floating point.
+        up: same shape and dtype as ``gate``.
+        beta: cap of the gate branch, positive.
+        linear_beta: cap of the linear branch, positive.
+
+    Raises:
+        ValueError: shapes or dtypes differ, or a cap is not positive.
+    """
+    _check(gate, up)
+    if beta <= 0 or linear_beta <= 0:
+        raise ValueError(f"beta is {beta} and linear_beta is {linear_beta}; both caps must be positive.")
+    return _SituGlu.apply(gate, up, beta, linear_beta)
+
+
+def swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    """SwiGLU, ``gate sigmoid(gate) * up``, as Kimi Linear uses it.
+
+    Same shapes, dtypes, memory and errors as :func:`situ_glu`.
+    """
+    _check(gate, up)
+    return _SwiGlu.apply(gate, up)
