@@ -1,0 +1,182 @@
+"""The one object the training loop tells its numbers to; files, console, W&B and pictures hang on it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, TextIO
+
+from k3train.telemetry.console import Console, human_bytes, human_duration
+from k3train.telemetry.metrics_log import MetricsLog
+from k3train.telemetry.wandb_sink import WandbSettings, WandbSink, persistent_run_id
+
+_LEVELS = ("info", "warning")
+
+
+class Telemetry:
+    """Writes `metrics.jsonl`, `train.log`, the console, W&B and, at the end, `curves.png` and `experts.png`.
+
+    Every rank has one; only the writer (`is_writer`) does anything, so calls need no rank test around them.
+    """
+
+    def __init__(
+        self,
+        run_dir: Path,
+        config: dict[str, Any],
+        *,
+        total_steps: int,
+        console: bool = True,
+        interactive: bool | None = None,
+        wandb: WandbSettings | None = None,
+        run_id: str | None = None,
+        is_writer: bool = True,
+        code_version: str = "unknown",
+        start_step: int = 0,
+        stream: TextIO | None = None,
+    ) -> None:
+        """`start_step` is the step of the checkpoint the run continues from; 0 begins anew.
+
+        Lines of metrics.jsonl after `start_step` (from a process that was killed) are removed; train.log keeps
+        them. A continued run keeps its W&B id. `interactive` None asks whether `stream` (standard output) is a
+        terminal. Raises UserError for an unknown W&B mode.
+        """
+        self.run_dir = Path(run_dir)
+        self.is_writer = is_writer
+        self._run_id = run_id
+        self._step = start_step
+        self._said: dict[str, int] = {}
+        self._finished = False
+        self._sink: WandbSink | None = None
+        if not is_writer:
+            return
+        self.run_dir.mkdir(parents=True, exist_ok=True)
+        self._log = MetricsLog(self.run_dir, start_step)
+        self._console = Console(
+            self.run_dir, total_steps, enabled=console, interactive=interactive, stream=stream
+        )
+        self._tell_recovery(start_step)
+        settings = wandb if wandb is not None else WandbSettings()
+        self._run_id = persistent_run_id(self.run_dir, run_id, resuming=start_step > 0)
+        last_sent = self._log.recovery.last_step if start_step > 0 else 0
+        self._sink = WandbSink(
+            self.run_dir,
+            config,
+            settings,
+            run_id=self._run_id,
+            code_version=code_version,
+            last_sent_step=max(last_sent, start_step),
+            on_event=self.event,
+        )
+        if self._sink.active and last_sent > start_step:
+            self.event(
+                f"W&B holds steps {start_step + 1} to {last_sent} of this run already; they are not sent again"
+            )
+
+    @property
+    def run_id(self) -> str | None:
+        """The W&B run id, kept in `run_dir/wandb_run_id`; None on a rank that does not write and was given none."""
+        return self._run_id
+
+    def step(self, metrics: dict[str, Any]) -> None:
+        """Record one training step.
+
+        Needs `step`. Known keys: tokens, loss, mtp_loss, grad_norm, lr, tokens_per_second, step_time (s), model_flops
+        (of the step), tflops_per_second, mfu (None where unknown), memory_bytes, balance {max_violation |
+        dead_fraction | bias_spread: {layer: value}}, paths {part: path taken}, timings {phase: s},
+        tokens_per_expert {layer: [counts]}. Other keys are recorded as they are.
+        """
+        if not self.is_writer:
+            return
+        self._step = int(metrics["step"])
+        self._log.write("train", self._step, metrics)
+        self._console.step(metrics)
+        if self._sink is not None:
+            self._sink.log(self._step, _plain(metrics), "train")
+
+    def evaluation(self, metrics: dict[str, Any]) -> None:
+        """Record a held-out evaluation: loss (nats per token), perplexity, bits_per_byte; `step` or the last step's."""
+        if not self.is_writer:
+            return
+        step = int(metrics.get("step", self._step))
+        self._log.write("eval", step, metrics)
+        self._console.message(_evaluation_text(step, metrics))
+        if self._sink is not None:
+            self._sink.log(step, _plain(metrics), "eval")
+
+    def event(self, text: str, level: str = "info", **fields: Any) -> None:
+        """Say something once: a repeat of the same text is counted, not repeated, and the count is told at the end.
+
+        `level` is info or warning; `fields` go to metrics.jsonl with the text. Raises ValueError for another level.
+        """
+        if level not in _LEVELS:
+            raise ValueError(f"event level {level!r} is not known: choose one of {', '.join(_LEVELS)}")
+        if not self.is_writer:
+            return
+        self._said[text] = self._said.get(text, 0) + 1
+        if self._said[text] > 1:
+            return
+        self._log.write("event", self._step, {**fields, "level": level, "text": text})
+        self._console.message(f"WARNING: {text}" if level == "warning" else text)
+        if self._sink is not None:
+            self._sink.event(self._step, text, level)
+
+    def finish(self, status: str) -> list[Path]:
+        """Draw the pictures, close everything and return the pictures' paths.
+
+        `status` is "finished" for a complete run; anything else ("interrupted", "failed") marks the W&B run failed.
+        A second call does nothing.
+        """
+        if not self.is_writer or self._finished:
+            return []
+        self._finished = True
+        from k3train.telemetry.plots import (
+            draw_curves,
+            draw_experts,
+        )  # matplotlib loads slowly: only when needed
+
+        pictures = [
+            path for path in (draw_curves(self.run_dir), draw_experts(self.run_dir)) if path is not None
+        ]
+        for text, times in list(self._said.items()):
+            if times > 1:
+                self.event(f"said {times} times: {text}")
+        if self._sink is not None:
+            self._sink.finish(status, pictures, self._step)
+        self.event(f"run {status} at step {self._step}", status=status)
+        self._console.close()
+        self._log.close()
+        return pictures
+
+    def _tell_recovery(self, start_step: int) -> None:
+        recovery = self._log.recovery
+        if recovery.dropped_unreadable:
+            self.event(
+                f"metrics.jsonl had {recovery.dropped_unreadable} torn or unreadable line(s), now removed",
+                "warning",
+            )
+        if recovery.dropped_after_step:
+            self.event(
+                f"removed {recovery.dropped_after_step} line(s) after step {start_step} from metrics.jsonl: "
+                "the checkpoint does not hold those steps, they are trained again"
+            )
+
+
+def _plain(metrics: dict[str, Any]) -> dict[str, Any]:
+    """Metrics as plain numbers, so that one conversion serves the file and W&B alike (NaN stays a float)."""
+    from k3train.telemetry.metrics_log import from_jsonable, to_jsonable
+
+    return from_jsonable(to_jsonable(metrics))
+
+
+def _evaluation_text(step: int, metrics: dict[str, Any]) -> str:
+    parts = [f"held-out at step {step}"]
+    if metrics.get("loss") is not None:
+        parts.append(f"loss {float(metrics['loss']):.4f} nats")
+    if metrics.get("perplexity") is not None:
+        parts.append(f"perplexity {float(metrics['perplexity']):.4g}")
+    if metrics.get("bits_per_byte") is not None:
+        parts.append(f"{float(metrics['bits_per_byte']):.4f} bits per byte")
+    if metrics.get("eval_time") is not None:
+        parts.append(human_duration(float(metrics["eval_time"])))
+    if metrics.get("memory_bytes") is not None:
+        parts.append(human_bytes(float(metrics["memory_bytes"])))
+    return " | ".join(parts)

@@ -1,0 +1,250 @@
+"""Weights & Biases: the same numbers as metrics.jsonl, and never a reason for training to stop."""
+
+from __future__ import annotations
+
+import netrc
+import os
+import secrets
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlparse
+
+from k3train.errors import UserError
+
+RUN_ID_FILE = "wandb_run_id"
+MODES = ("auto", "online", "offline", "disabled")
+INIT_TIMEOUT_SECONDS = 30.0
+FINISH_TIMEOUT_SECONDS = 120.0
+_DEFAULT_URL = "https://api.wandb.ai"
+
+# Where each metric of a step or an evaluation stands in W&B: the part before the slash is the panel's section.
+_STEP_NAMES = {
+    "loss": "loss/train",
+    "mtp_loss": "loss/mtp",
+    "grad_norm": "optim/grad_norm",
+    "lr": "optim/lr",
+    "tokens": "throughput/tokens",
+    "tokens_per_second": "throughput/tokens_per_second",
+    "step_time": "throughput/step_time",
+    "model_flops": "throughput/model_flops",
+    "tflops_per_second": "throughput/tflops_per_second",
+    "mfu": "throughput/mfu",
+    "memory_bytes": "memory/peak_bytes",
+}
+_EVAL_NAMES = {
+    "loss": "loss/heldout",
+    "perplexity": "loss/heldout_perplexity",
+    "bits_per_byte": "loss/heldout_bits_per_byte",
+    "eval_time": "throughput/eval_time",
+}
+
+
+@dataclass
+class WandbSettings:
+    """How to record to W&B; the fields of the recipe's `telemetry.wandb` and the run's name."""
+
+    mode: str = "auto"  # auto: online with a key, offline without | online | offline | disabled
+    project: str = "k3train"
+    entity: str | None = None
+    group: str | None = None
+    tags: list[str] = field(default_factory=list)
+    name: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.mode not in MODES:
+            raise UserError(
+                f"telemetry.wandb.mode={self.mode} is not known: choose one of {', '.join(MODES)}, "
+                "for example telemetry.wandb.mode=offline"
+            )
+
+
+def has_key() -> bool:
+    """Whether W&B's key is in WANDB_API_KEY or in the netrc file. A netrc that cannot be read holds no key."""
+    if os.environ.get("WANDB_API_KEY"):
+        return True
+    path = Path(os.environ.get("NETRC") or "~/.netrc").expanduser()
+    host = urlparse(os.environ.get("WANDB_BASE_URL") or _DEFAULT_URL).hostname
+    try:
+        return host is not None and netrc.netrc(str(path)).authenticators(host) is not None
+    except (OSError, netrc.NetrcParseError):
+        return False
+
+
+def resolve_mode(mode: str) -> str:
+    """online, offline or disabled. `auto` follows WANDB_MODE where it is set, else whether there is a key."""
+    if mode != "auto":
+        return mode
+    from_environment = os.environ.get("WANDB_MODE")
+    if from_environment in ("online", "offline", "disabled"):
+        return from_environment
+    return "online" if has_key() else "offline"
+
+
+def persistent_run_id(run_dir: Path, given: str | None, resuming: bool) -> str:
+    """The run's W&B id: the given one, else when resuming the one kept in the run directory, else a new one.
+
+    Whatever is chosen is written to `run_dir/wandb_run_id`.
+    """
+    path = run_dir / RUN_ID_FILE
+    run_id = given
+    if run_id is None and resuming and path.exists():
+        run_id = path.read_text(encoding="utf-8").strip() or None
+    if run_id is None:
+        run_id = secrets.token_hex(4)
+    temporary = path.with_name(path.name + ".tmp")
+    temporary.write_text(run_id + "\n", encoding="utf-8")
+    os.replace(temporary, path)
+    return run_id
+
+
+def panel_metrics(metrics: dict[str, Any], kind: str) -> dict[str, Any]:
+    """Step ("train") or evaluation ("eval") metrics under W&B's names, flat; values None are left out."""
+    names = _STEP_NAMES if kind == "train" else _EVAL_NAMES
+    flat: dict[str, Any] = {}
+    for key, value in metrics.items():
+        if value is None or key in ("step", "paths", "balance", "tokens_per_expert", "timings"):
+            continue
+        if isinstance(value, dict):
+            flat.update({f"{key}/{name}": item for name, item in value.items()})
+        else:
+            flat[names.get(key, f"{'other' if kind == 'train' else 'heldout'}/{key}")] = value
+    for phase, seconds in (metrics.get("timings") or {}).items():
+        flat[f"throughput/seconds_{phase}"] = seconds
+    for name, per_layer in (metrics.get("balance") or {}).items():
+        if not per_layer:
+            continue
+        flat[f"balance/{name}_worst"] = max(per_layer.values())
+        flat[f"balance/{name}_mean"] = sum(per_layer.values()) / len(per_layer)
+        flat.update({f"balance_{name}/layer_{int(layer):03d}": item for layer, item in per_layer.items()})
+    return flat
+
+
+class WandbSink:
+    """One W&B run. Every call into W&B is guarded: the first failure is told through `on_event` and ends the sink."""
+
+    def __init__(
+        self,
+        run_dir: Path,
+        config: dict[str, Any],
+        settings: WandbSettings,
+        *,
+        run_id: str,
+        code_version: str,
+        last_sent_step: int,
+        on_event: Callable[[str, str], None],
+    ) -> None:
+        """Steps up to `last_sent_step` are held by the run already (an earlier process sent them)."""
+        self._run_dir = run_dir
+        self._config = {**config, "code_version": code_version}
+        self._settings = settings
+        self._run_id = run_id
+        self._on_event = on_event
+        self._last_sent_step = last_sent_step
+        self._paths: dict[str, Any] = {}
+        self._run: Any = None
+        self.mode = resolve_mode(settings.mode)
+        if self.mode == "online":
+            self._run = self._guard("start online", lambda: self._init("online"), fatal=False)
+            if self._run is None:
+                self.mode = "offline"
+                on_event(
+                    f"W&B records offline under {run_dir / 'wandb'}; upload later with `wandb sync`",
+                    "warning",
+                )
+        if self.mode == "offline":
+            self._run = self._guard("start", lambda: self._init("offline"))
+
+    @property
+    def active(self) -> bool:
+        """Whether metrics still reach W&B."""
+        return self._run is not None
+
+    def log(self, step: int, metrics: dict[str, Any], kind: str) -> None:
+        """Send metrics of a step. W&B's steps only grow, so steps the run already holds are not sent again."""
+        if self._run is None or step <= self._last_sent_step:
+            return
+        paths = metrics.get("paths") or {}
+        if paths != self._paths:
+            self._paths = dict(paths)
+            self._guard("config", lambda: self._run.config.update({"paths": paths}, allow_val_change=True))
+        self._log(step, panel_metrics(metrics, kind))
+
+    def event(self, step: int, text: str, level: str) -> None:
+        """Send an event's text at the step where it happened."""
+        if step > self._last_sent_step:
+            self._log(step, {f"events/{level}": text})
+
+    def finish(self, status: str, pictures: list[Path], step: int) -> None:
+        """Send the pictures, close the run. `status` other than "finished" marks it failed."""
+        if self._run is None:
+            return
+
+        def close() -> None:
+            import wandb
+
+            images = {f"pictures/{path.stem}": wandb.Image(str(path)) for path in pictures}
+            if images and step > self._last_sent_step:
+                self._run.log(images, step=step)
+            self._run.summary["status"] = status
+            self._run.finish(exit_code=0 if status == "finished" else 1)
+
+        self._guard("finish", close)
+        self._run = None
+
+    def _log(self, step: int, flat: dict[str, Any]) -> None:
+        if self._run is not None and flat:
+            self._guard("log", lambda: self._run.log({"step": step, **flat}, step=step))
+
+    def _init(self, mode: str) -> Any:
+        os.environ.setdefault("WANDB_ERROR_REPORTING", "false")  # no crash reports over the network
+        import wandb
+
+        folder = self._run_dir / "wandb"
+        folder.mkdir(parents=True, exist_ok=True)
+        network_probes = (
+            {"x_disable_machine_info": True, "x_disable_stats": True} if mode == "offline" else {}
+        )
+        run = wandb.init(
+            dir=str(self._run_dir),
+            mode=mode,
+            project=self._settings.project,
+            entity=self._settings.entity,
+            group=self._settings.group,
+            tags=list(self._settings.tags) or None,
+            name=self._settings.name,
+            id=self._run_id,
+            resume="allow" if mode == "online" else None,
+            config=self._config,
+            settings=wandb.Settings(
+                silent=True,
+                console="off",
+                disable_git=True,  # code_version is in the config
+                disable_code=True,
+                save_code=False,
+                symlink=False,
+                init_timeout=INIT_TIMEOUT_SECONDS,
+                login_timeout=INIT_TIMEOUT_SECONDS,
+                finish_timeout=FINISH_TIMEOUT_SECONDS,
+                **network_probes,
+            ),
+        )
+        self._last_sent_step = max(self._last_sent_step, run.starting_step - 1)
+        run.define_metric("step", hidden=True)
+        run.define_metric("*", step_metric="step")
+        return run
+
+    def _guard(self, what: str, call: Callable[[], Any], *, fatal: bool = True) -> Any:
+        """The result of a call into W&B, or None after an event if it failed; `fatal` ends the sink then."""
+        try:
+            return call()
+        # W&B fails in many ways (network, service process, a broken install, a full disk) with no common base class,
+        # and none of them may end a training run.
+        except Exception as error:
+            reason = " ".join(str(error).split())[:300]
+            if fatal:
+                self._run = None
+            ending = "; training goes on without W&B" if fatal else ""
+            self._on_event(f"W&B failed to {what}: {type(error).__name__}: {reason}{ending}", "warning")
+            return None
