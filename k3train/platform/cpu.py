@@ -1,0 +1,150 @@
+"""Lets Megatron-Core run on the CPU. The only place in this project that patches somebody else's code.
+
+Megatron-Core 0.19 takes CUDA for granted in a few spots: it asks for the current device, makes streams and events,
+allocates scalars with ``device="cuda"``, compares ``Tensor.type()`` with ``"torch.cuda.*"`` names, keeps its random
+number states on the GPU and turns split sizes into numpy arrays only when they come from a GPU. `install` answers
+each of these for the CPU. It does nothing on a machine where CUDA is used, and is idempotent.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import types
+from typing import Any
+
+import torch
+
+_installed = False
+
+# Modules of Megatron-Core that allocate with a literal device="cuda" on paths this project uses.
+_LITERAL_CUDA_MODULES = (
+    "megatron.core.pipeline_parallel.schedules",
+    "megatron.core.optimizer.clip_grads",
+    "megatron.core.optimizer.optimizer",
+    "megatron.core.optimizer.distrib_optimizer",
+    "megatron.core.optimizer.grad_scaler",
+    "megatron.core.distributed.param_and_grad_buffer",
+    "megatron.core.dist_checkpointing.exchange_utils",
+    "megatron.core.dist_checkpointing.strategies.state_dict_saver",
+    "megatron.core.transformer.moe.token_dispatcher",
+    "megatron.core.utils",
+)
+
+
+class _NullStream:
+    """A stream that is always finished: CPU work is synchronous."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self.device = torch.device("cpu")
+
+    def wait_stream(self, *args: Any) -> None: ...
+
+    def wait_event(self, *args: Any) -> None: ...
+
+    def synchronize(self) -> None: ...
+
+    def record_event(self, *args: Any) -> _NullEvent:
+        return _NullEvent()
+
+    def __enter__(self) -> _NullStream:
+        return self
+
+    def __exit__(self, *args: Any) -> None: ...
+
+
+class _NullEvent:
+    """An event that has always happened."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None: ...
+
+    def record(self, *args: Any) -> None: ...
+
+    def wait(self, *args: Any) -> None: ...
+
+    def synchronize(self) -> None: ...
+
+    def query(self) -> bool:
+        return True
+
+
+class _CpuTorch(types.ModuleType):
+    """The torch module as seen by one Megatron-Core module: factories asked for "cuda" allocate on the CPU."""
+
+    def __init__(self) -> None:
+        super().__init__("torch")
+        for name in ("zeros", "ones", "empty", "full", "tensor", "arange", "empty_like", "zeros_like"):
+            setattr(self, name, _redirect_device(getattr(torch, name)))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+
+def _redirect_device(factory: Any) -> Any:
+    @functools.wraps(factory)
+    def on_cpu(*args: Any, **kwargs: Any) -> torch.Tensor:
+        if str(kwargs.get("device", "")).startswith("cuda"):
+            kwargs["device"] = "cpu"
+        return factory(*args, **kwargs)
+
+    return on_cpu
+
+
+def _patch_torch_cuda() -> None:
+    cuda = torch.cuda
+    cuda.current_device = lambda: torch.device("cpu")
+    cuda.Stream = _NullStream
+    cuda.Event = _NullEvent
+    cuda.current_stream = lambda *args: _NullStream()
+    cuda.default_stream = lambda *args: _NullStream()
+    cuda.stream = lambda stream: contextlib.nullcontext()
+    cuda.synchronize = lambda *args: None
+    cuda.get_rng_state = lambda *args, **kwargs: torch.get_rng_state()
+    cuda.set_rng_state = lambda state, *args, **kwargs: torch.set_rng_state(state)
+    cuda.manual_seed = torch.manual_seed
+    cuda.random.get_rng_state = cuda.get_rng_state
+
+
+def _patch_tensor_methods() -> None:
+    original_type = torch.Tensor.type
+
+    def type_as_cuda(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        if args or kwargs:
+            return original_type(self, *args, **kwargs)
+        return original_type(self).replace("torch.", "torch.cuda.", 1)
+
+    torch.Tensor.type = type_as_cuda
+    torch.Tensor.cuda = lambda self, *args, **kwargs: self
+
+
+def _patch_megatron() -> None:
+    from megatron.core.tensor_parallel import random as tp_random
+    from megatron.core.transformer.moe import token_dispatcher
+
+    def get_state(device: Any = "cuda", clone: bool = False, graph_safe: bool = False) -> torch.Tensor:
+        return torch.get_rng_state()
+
+    def set_state(state: torch.Tensor, device: Any = -1, graph_safe: bool = False) -> None:
+        torch.set_rng_state(state)
+
+    def split_sizes(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+        return tensor.numpy() if as_numpy and isinstance(tensor, torch.Tensor) else tensor
+
+    tp_random._get_cuda_rng_state = get_state
+    tp_random._set_cuda_rng_state = set_state
+    token_dispatcher.maybe_move_tensor_to_cpu = split_sizes
+    proxy = _CpuTorch()
+    for name in _LITERAL_CUDA_MODULES:
+        importlib.import_module(name).torch = proxy
+
+
+def install() -> None:
+    """Adapt torch and Megatron-Core to the CPU, once. Call before any Megatron module is built."""
+    global _installed
+    if _installed:
+        return
+    _patch_torch_cuda()
+    _patch_tensor_methods()
+    _patch_megatron()
+    _installed = True
