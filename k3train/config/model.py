@@ -1,7 +1,7 @@
 """The model section of a recipe: every dimension of a K3-style model, and what follows from them.
 
-Field comments carry the published value (facts marked UNKNOWN in the literature say so). Dimensions live here only;
-everything else in the program derives from them.
+Field comments carry the published value (facts marked UNKNOWN in the literature say so). Dimensions live here
+only; everything else in the program derives from them.
 """
 
 from __future__ import annotations

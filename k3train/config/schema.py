@@ -1,4 +1,4 @@
-"""The sections of a recipe as typed dataclasses. Hydra composes YAML into these; `validate` checks them together."""
+"""The sections of a recipe as typed dataclasses. Hydra composes YAML into these; `validate` checks them."""
 
 from __future__ import annotations
 
@@ -12,13 +12,14 @@ from k3train.config.model import ModelConfig
 class ParallelConfig:
     """How ranks share the work. World size = TP x CP x PP x DP; experts: EP x expert TP x PP x expert DP."""
 
-    world_size: int | None = None  # ranks to start when not under torchrun/srun; null: one per GPU, or the least that fits
+    # Ranks to start when not under torchrun or srun; null: one per GPU, or without GPUs the least that fits.
+    world_size: int | None = None
     tensor: int = 1
     sequence: bool = True  # sequence parallelism; always on where tensor > 1
     pipeline: int = 1
     virtual_pipeline: int = 1  # model chunks per pipeline rank (interleaved schedule)
-    # Megatron's layout string over PP x VPP stages, e.g. "Et*5|t*4mL" (E embedding, t decoder layer, m MTP, L loss);
-    # null spreads the layers evenly.
+    # Megatron's layout string over PP x VPP stages, e.g. "Et*5|t*4mL" (E embedding, t decoder layer, m MTP,
+    # L loss); null spreads the layers evenly.
     pipeline_layout: str | None = None
     context: int = 1
     expert: int = 1
@@ -82,7 +83,7 @@ class TrainConfig:
     precision: str = "fp32"  # fp32 | bf16 (fp32 main parameters and gradients)
     seed: int = 1234
     eval_interval: int = 50  # steps; 0: only at the end
-    eval_samples: int = 64  # held-out sequences per evaluation
+    eval_samples: int = 64  # held-out sequences per evaluation; 0: no evaluation
     log_expert_load_interval: int = 10  # steps between tokens-per-expert records
 
 

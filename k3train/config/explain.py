@@ -1,0 +1,93 @@
+"""Hydra's, OmegaConf's and YAML's errors as one sentence: the key, what is allowed, and the cure."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import fields
+from typing import Any
+
+import yaml
+from hydra.errors import HydraException
+from omegaconf.errors import (
+    ConfigAttributeError,
+    ConfigKeyError,
+    InterpolationKeyError,
+    MissingMandatoryValue,
+    OmegaConfBaseException,
+    UnsupportedValueType,
+    ValidationError,
+)
+
+from k3train.config.keys import closest, default_of, expected, leaf_types, sections
+from k3train.config.schema import CorpusConfig
+from k3train.errors import UserError
+
+
+@contextmanager
+def plain_errors() -> Iterator[None]:
+    """Raise a UserError in place of an error of the composition."""
+    try:
+        yield
+    except (HydraException, OmegaConfBaseException, yaml.YAMLError) as error:
+        raise explain(error) from error
+
+
+def explain(error: Exception) -> UserError:
+    """The sentence for an error of the composition; its deepest OmegaConf cause names the key."""
+    cause: BaseException | None = error
+    while cause is not None and not isinstance(cause, OmegaConfBaseException):
+        cause = cause.__cause__
+    if cause is None or not cause.full_key:
+        return UserError(f"the recipe cannot be composed: {' '.join(str(error).split())}")
+    key, reason = cause.full_key, str(cause).strip().splitlines()[0].rstrip(".")
+    if isinstance(cause, InterpolationKeyError):
+        return UserError(f"{key} refers to another key that does not exist ({reason}); correct its ${{...}}")
+    if isinstance(cause, ConfigKeyError | ConfigAttributeError):
+        if cause.object_type is CorpusConfig:
+            names = ", ".join(field.name for field in fields(CorpusConfig))
+            return UserError(
+                f"{key}: a corpus of data.train or data.valid has no such key; allowed: {names}; try"
+                " 'data.train=[{path: PREFIX, weight: 1.0}]'"
+            )
+        return unknown_key(key, None, [])
+    if isinstance(cause, MissingMandatoryValue):
+        return missing_value(key)
+    if isinstance(cause, ValidationError | UnsupportedValueType):
+        cure = as_override(default_of(key)) if key in leaf_types() else "VALUE"
+        settable = re.sub(r"\[(\d+)\]", r".\1", key)
+        return UserError(
+            f"{key} has the wrong type ({reason}); allowed: {expected(key)}; try {settable}={cure}"
+        )
+    return UserError(f"the recipe cannot be composed at {key}: {reason}")
+
+
+def missing_value(key: str) -> UserError:
+    """A mandatory value (`???`) that nobody gave."""
+    settable = re.sub(r"\[(\d+)\]", r".\1", key)
+    return UserError(f"{key} has no value (???); allowed: {expected(key)}; try {settable}=VALUE")
+
+
+def unknown_key(key: str, value: str | None, groups: list[str]) -> UserError:
+    """A key that the schema lacks, with the closest one it has. `value` is None where a file gave it."""
+    near = closest(key, groups) if "." not in key else None
+    near = near or closest(key, leaf_types()) or closest(key, sections())
+    parent = key.rpartition(".")[0]
+    prefix = f"{parent}." if parent in sections() else ""
+    siblings = sorted({name[len(prefix) :].split(".")[0] for name in leaf_types() if name.startswith(prefix)})
+    where = f"in {parent}" if prefix else "sections"
+    found = key if value is None else f"{key}={value}"
+    cure = f"try {near}={'VALUE' if value is None else value}" if near else "remove it"
+    return UserError(f"{found}: there is no such key; allowed {where}: {', '.join(siblings)}; {cure}")
+
+
+def as_override(value: Any) -> str:
+    """A plain value as Hydra reads it on the command line."""
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, list):
+        return "[" + ",".join(as_override(item) for item in value) + "]"
+    return str(value)

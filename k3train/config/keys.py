@@ -1,0 +1,105 @@
+"""The keys a recipe may hold, read from the dataclasses: names, types and defaults for messages."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterable
+from dataclasses import MISSING, Field, fields, is_dataclass
+from functools import cache
+from typing import Any, get_args, get_origin, get_type_hints
+
+from k3train.config.schema import CorpusConfig, RecipeConfig
+
+_WORDS = {
+    "int": "a whole number",
+    "float": "a number",
+    "bool": "true or false",
+    "str": "text",
+    "int | None": "a whole number or null",
+    "float | None": "a number or null",
+    "bool | None": "true, false or null",
+    "str | None": "text or null",
+    "list[int]": "a list of whole numbers such as [4,8,9]",
+    "list[float]": "a list of numbers such as [0.9,0.95]",
+    "list[str]": "a list of texts such as [a,b]",
+}
+
+
+@cache
+def leaf_types() -> dict[str, str]:
+    """Every settable key as a dotted path, with its type as the schema spells it."""
+    found: dict[str, str] = {}
+
+    def walk(cls: type, prefix: str) -> None:
+        for name, hint in get_type_hints(cls).items():
+            if is_dataclass(hint):
+                walk(hint, f"{prefix}{name}.")
+            else:
+                found[f"{prefix}{name}"] = _spell(hint)
+
+    walk(RecipeConfig, "")
+    return found
+
+
+@cache
+def sections() -> frozenset[str]:
+    """Dotted paths of the sections, e.g. `model` and `model.kda`."""
+    return frozenset(
+        key.rsplit(".", depth)[0] for key in leaf_types() for depth in range(1, key.count(".") + 1)
+    )
+
+
+def is_known(key: str) -> bool:
+    """Whether the dotted key names a section, a value, or an item of a list (`data.train[0].path`)."""
+    plain = re.sub(r"(\[\d+\]|\.\d+)(\..*)?$", "", key)
+    return plain in leaf_types() or plain in sections()
+
+
+def expected(key: str) -> str:
+    """The type of a key in plain words."""
+    plain = re.sub(r"\[\d+\]", "", key)
+    if plain != key and plain not in leaf_types():
+        list_key, _, item_key = plain.rpartition(".")
+        items = {"data.train": CorpusConfig, "data.valid": CorpusConfig}.get(list_key)
+        return _WORDS[_spell(get_type_hints(items)[item_key])] if items else "an item of the list"
+    spelled = leaf_types().get(plain)
+    if spelled is None:
+        return "a group of keys" if plain in sections() else "a value of the schema's type"
+    return _WORDS.get(spelled, "a list of mappings such as [{path: data/demo/train, weight: 1.0}]")
+
+
+def default_of(key: str) -> Any:
+    """The schema's default of a dotted key (a plain value or list)."""
+    cls: Any = RecipeConfig
+    *parents, last = key.split(".")
+    for name in parents:
+        cls = get_type_hints(cls)[name]
+    entry: Field = next(f for f in fields(cls) if f.name == last)
+    if entry.default_factory is not MISSING:
+        return entry.default_factory()
+    return entry.default
+
+
+def closest(word: str, known: Iterable[str]) -> str | None:
+    """The most similar known word, or None. A bare name also matches the last part of a dotted key."""
+    known = list(known)
+    tails = [key for key in known if key.rsplit(".", 1)[-1] == word.rsplit(".", 1)[-1]]
+    if tails:
+        return min(tails, key=lambda key: (-difflib.SequenceMatcher(None, word, key).ratio(), key))
+    near = difflib.get_close_matches(word, known, n=1, cutoff=0.55)
+    if near:
+        return near[0]
+    by_tail = {key.rsplit(".", 1)[-1]: key for key in reversed(known)}
+    near = difflib.get_close_matches(word.rsplit(".", 1)[-1], by_tail, n=1, cutoff=0.6)
+    return by_tail[near[0]] if near else None
+
+
+def _spell(hint: Any) -> str:
+    if hint is type(None):
+        return "None"
+    arguments = get_args(hint)
+    if not arguments:
+        return hint.__name__
+    spelled = [_spell(argument) for argument in arguments]
+    return f"list[{spelled[0]}]" if get_origin(hint) is list else " | ".join(spelled)
