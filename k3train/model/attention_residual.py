@@ -1,0 +1,28 @@
+"""Block Attention Residuals (report section 2.2): each sublayer reads a learned mixture over depth."""
+
+from __future__ import annotations
+
+import torch
+from k3kernels.attention_residual import mix
+from megatron.core.transformer.module import MegatronModule
+
+from k3train.model.transformer_config import K3TransformerConfig
+from k3train.parallel.regions import mark_replicated
+
+
+class AttentionResidual(MegatronModule):
+    """One pseudo-query and its key norm: softmax over the block summaries and the running sum, per token."""
+
+    def __init__(self, config: K3TransformerConfig) -> None:
+        super().__init__(config)
+        self.eps = config.layernorm_epsilon
+        self.query = torch.nn.Parameter(torch.empty(config.hidden_size, dtype=config.params_dtype))
+        self.query.k3_init = "zeros" if config.k3.attention_residual.query_init == "zero" else "normal"
+        self.norm = torch.nn.Parameter(torch.empty(config.hidden_size, dtype=config.params_dtype))
+        self.norm.k3_init = "ones"
+        mark_replicated(self.query, config)
+        mark_replicated(self.norm, config)
+
+    def forward(self, sources: list[torch.Tensor]) -> torch.Tensor:
+        """Sources [s / TP, b, h] each; returns their mixture. A single source passes through unchanged."""
+        return mix(sources, self.query, self.norm, self.eps)

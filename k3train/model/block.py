@@ -1,0 +1,72 @@
+"""The decoder layers of one pipeline stage and the depth-wise stream that runs through them."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from megatron.core import tensor_parallel
+from megatron.core.transformer.module import MegatronModule
+
+from k3train.model.attention_residual import AttentionResidual
+from k3train.model.layer import K3Layer
+from k3train.model.norm import RMSNorm
+from k3train.model.packing import Packing
+from k3train.model.transformer_config import K3TransformerConfig
+from k3train.parallel import payload
+from k3train.parallel.stages import StageContents
+
+LayerStates = dict[int, dict[str, torch.Tensor]]
+
+
+class K3Block(MegatronModule):
+    """The layers of a stage, and on the last one the output mixture and the final norm.
+
+    Layers keep their global numbers in names (`layers.7` is layer 7 on whatever stage), so that parameters, their
+    initial values and checkpoints do not depend on the layout.
+    """
+
+    def __init__(self, config: K3TransformerConfig, contents: StageContents, recompute: bool = False) -> None:
+        super().__init__(config)
+        model = config.k3
+        residual = model.attention_residual
+        self.recompute = recompute
+        self.summaries_received = payload.num_summaries_before(
+            contents.layers[0] if contents.layers else model.num_layers, residual.block_size, residual.enabled
+        )
+        self.layers = torch.nn.ModuleDict(
+            {
+                str(index): K3Layer(
+                    config,
+                    index,
+                    full_attention=model.is_full_attention(index),
+                    moe=model.is_moe(index),
+                    attention_residual=residual.enabled,
+                )
+                for index in contents.layers
+            }
+        )
+        self.is_last = contents.head
+        if contents.head:
+            self.output_residual = AttentionResidual(config) if residual.enabled else None
+            self.final_norm = RMSNorm(config, config.hidden_size)
+
+    def forward(self, stream: torch.Tensor, packing: Packing, states: LayerStates | None = None) -> torch.Tensor:
+        """Embeddings or the previous stage's payload in; the next stage's payload out.
+
+        The last stage returns the output mixture [s / TP, b, h], before the final norm.
+        """
+        bank, partial = payload.unpack(stream, self.summaries_received)
+        for key, layer in self.layers.items():
+            state = None if states is None else states.setdefault(int(key), {})
+            run = functools.partial(layer, packing=packing, state=state)
+            arrived = partial
+            if self.recompute and self.training and torch.is_grad_enabled():
+                partial = tensor_parallel.checkpoint(run, False, partial, *bank)
+            else:
+                partial = run(partial, *bank)
+            if layer.opens_block:
+                bank = [*bank, arrived]
+        if not self.is_last:
+            return payload.pack(bank, partial)
+        return partial if self.output_residual is None else self.output_residual([*bank, partial])

@@ -1,0 +1,60 @@
+"""Build this rank's part of the model from a recipe."""
+
+from __future__ import annotations
+
+import torch
+from megatron.core import parallel_state
+
+from k3train.config.schema import ParallelConfig, RecipeConfig
+from k3train.model.init import init_weights
+from k3train.model.model import K3Model
+from k3train.model.transformer_config import K3TransformerConfig, build_transformer_config
+from k3train.parallel.stages import layout_of, stage_contents
+
+
+def start_model_parallel(parallel: ParallelConfig) -> None:
+    """Create Megatron-Core's process groups for this layout, replacing any earlier ones."""
+    parallel_state.destroy_model_parallel()
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=parallel.tensor,
+        pipeline_model_parallel_size=parallel.pipeline,
+        virtual_pipeline_model_parallel_size=parallel.virtual_pipeline if parallel.virtual_pipeline > 1 else None,
+        context_parallel_size=parallel.context,
+        expert_model_parallel_size=parallel.expert,
+        expert_tensor_parallel_size=parallel.expert_tensor,
+        create_gloo_process_groups=False,
+    )
+
+
+def build_chunks(
+    config: RecipeConfig, device: torch.device | str = "cpu", *, init: bool = True
+) -> tuple[list[K3Model], K3TransformerConfig]:
+    """The model chunks that this pipeline rank holds (one, or one per virtual stage), with drawn weights.
+
+    Needs `start_model_parallel`. On the meta device nothing is drawn.
+    """
+    device = torch.device(device)
+    transformer_config = build_transformer_config(
+        config.model,
+        config.parallel,
+        config.train.precision,
+        "cpu" if device.type != "cuda" else "cuda",
+        config.stage.update_router_bias,
+    )
+    layout = layout_of(config.parallel, config.model)
+    transformer_config.pipeline_model_parallel_layout = layout
+    chunks = []
+    for chunk in range(config.parallel.virtual_pipeline):
+        contents = stage_contents(layout, parallel_state.get_pipeline_model_parallel_rank(), chunk)
+        vp_stage = chunk if config.parallel.virtual_pipeline > 1 else None
+        with device:
+            model = K3Model(
+                transformer_config,
+                contents,
+                vp_stage=vp_stage,
+                recompute=config.parallel.recompute == "full",
+            )
+        if init and device.type != "meta":
+            init_weights(model, transformer_config, config.train.seed)
+        chunks.append(model.to(device))
+    return chunks, transformer_config

@@ -1,0 +1,86 @@
+"""The routed experts of one rank: gated FFNs in the latent space (report section 2.3)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.dist_checkpointing.mapping import ShardedTensor
+from megatron.core.transformer.module import MegatronModule
+
+from k3train.model.ffn import gated_activation
+from k3train.model.transformer_config import K3TransformerConfig
+from k3train.parallel.regions import mark_sharded
+
+
+class LatentExperts(MegatronModule):
+    """Experts e = 0..E_local-1, each w2(activation(w1 x, w3 x)); weights are stacked so that one product does all.
+
+    `w13` [E_local, 2, width / ETP, latent] holds w1 (gate) then w3 (up); `w2` is [E_local, latent, width / ETP].
+    Experts are split over expert-parallel ranks, their width over expert-tensor-parallel ranks.
+    """
+
+    def __init__(
+        self,
+        num_local_experts: int,
+        config: K3TransformerConfig,
+        pg_collection: Any = None,
+        name: str | None = None,
+    ) -> None:
+        super().__init__(config)
+        moe = config.k3.moe
+        self.num_local_experts = num_local_experts
+        self.weights_after_w2 = moe.weight_placement == "after_w2"
+        latent = moe.latent_size or config.hidden_size
+        width = moe.expert_hidden_size // config.expert_tensor_parallel_size
+        dtype = config.params_dtype
+        self.w13 = torch.nn.Parameter(torch.empty(num_local_experts, 2, width, latent, dtype=dtype))
+        self.w2 = torch.nn.Parameter(torch.empty(num_local_experts, latent, width, dtype=dtype))
+        for weight in (self.w13, self.w2):
+            mark_sharded(weight, 2)
+            weight.k3_expert = True
+            # Gradients are reduced over the ranks that hold the same experts, not over all data-parallel ranks.
+            weight.allreduce = not (
+                config.expert_model_parallel_size > 1
+                or config.expert_tensor_parallel_size != config.tensor_model_parallel_size
+            )
+
+    def forward(
+        self, dispatched: torch.Tensor, tokens_per_expert: torch.Tensor, weights: torch.Tensor
+    ) -> tuple[torch.Tensor, None]:
+        """Tokens [t, latent] sorted by expert, counts [E_local], router weights [t]; returns [t, latent]."""
+        w13 = self.w13.flatten(1, 2)
+        if use_grouped_matmul(dispatched):
+            offsets = tokens_per_expert.to(dispatched.device).cumsum(0).to(torch.int32)
+            fused = torch.nn.functional.grouped_mm(dispatched, w13.transpose(1, 2), offs=offsets)
+            out = torch.nn.functional.grouped_mm(self._activate(fused, weights), self.w2.transpose(1, 2), offs=offsets)
+        else:
+            counts = tokens_per_expert.tolist()
+            rows = zip(dispatched.split(counts), weights.split(counts), w13.unbind(0), self.w2.unbind(0))
+            out = torch.cat([self._activate(x @ a.t(), p) @ b.t() for x, p, a, b in rows])
+        if self.weights_after_w2:
+            out = (out.float() * weights.unsqueeze(-1)).to(out.dtype)
+        return out, None
+
+    def _activate(self, fused: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        gate, up = fused.chunk(2, dim=-1)
+        hidden = gated_activation(self.config.k3, gate, up)
+        if self.weights_after_w2:
+            return hidden
+        return (hidden.float() * weights.unsqueeze(-1)).to(hidden.dtype)
+
+    def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None) -> dict:
+        """Sharded tensors: experts over expert-parallel ranks (axis 0), width over expert-tensor ranks (axis 2)."""
+        expert = (0, parallel_state.get_expert_model_parallel_rank(), self.config.expert_model_parallel_size)
+        width = (2, parallel_state.get_expert_tensor_parallel_rank(), self.config.expert_tensor_parallel_size)
+        replica = (0, 0, parallel_state.get_expert_data_parallel_rank())
+        return {
+            prefix + name: ShardedTensor.from_rank_offsets(prefix + name, weight, expert, width, replica_id=replica)
+            for name, weight in (("w13", self.w13), ("w2", self.w2))
+        }
+
+
+def use_grouped_matmul(tokens: torch.Tensor) -> bool:
+    """Whether one grouped product serves all experts: on CUDA in bf16; elsewhere experts take turns."""
+    return tokens.is_cuda and tokens.dtype == torch.bfloat16

@@ -1,0 +1,42 @@
+"""The dense feed-forward network: the first layer's, and the shared experts' (report section 2.3)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from k3kernels.situ import situ_glu, swiglu
+from megatron.core.transformer.module import MegatronModule
+
+from k3train.config.model import ModelConfig
+from k3train.model.transformer_config import K3TransformerConfig
+from k3train.parallel.regions import column_parallel, enter, row_parallel
+
+
+def gated_activation(model: ModelConfig, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    """SiTU-GLU (K3) or SwiGLU (Kimi Linear), computed in fp32."""
+    if model.activation == "situ":
+        return situ_glu(gate, up, model.situ_beta, model.situ_linear_beta)
+    return swiglu(gate, up)
+
+
+class GatedFFN(MegatronModule):
+    """down(activation(gate(x), up(x))), [s / TP, b, h] -> [s / TP, b, h], width split over tensor-parallel ranks."""
+
+    def __init__(self, config: K3TransformerConfig, ffn_hidden_size: int) -> None:
+        super().__init__(config)
+        self.gate_proj = column_parallel(config, config.hidden_size, ffn_hidden_size)
+        self.up_proj = column_parallel(config, config.hidden_size, ffn_hidden_size)
+        self.down_proj = row_parallel(config, ffn_hidden_size, config.hidden_size)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = enter(x, self.config)
+        hidden = gated_activation(self.config.k3, self.gate_proj(x)[0], self.up_proj(x)[0])
+        return self.down_proj(hidden)[0]
+
+
+class SharedExperts(GatedFFN):
+    """All shared experts as one FFN at full width, in the form `MoELayer` builds it."""
+
+    def __init__(self, config: K3TransformerConfig, pg_collection: Any, gate: bool, name: str | None = None) -> None:
+        super().__init__(config, config.moe_shared_expert_intermediate_size)

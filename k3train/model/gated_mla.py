@@ -1,0 +1,100 @@
+"""Gated multi-head latent attention without positions (report section 2.1.2)."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from megatron.core.transformer.module import MegatronModule
+
+from k3train.model.norm import RMSNorm
+from k3train.model.packing import Packing
+from k3train.model.transformer_config import K3TransformerConfig
+from k3train.parallel.regions import ReplicatedLinear, column_parallel, enter, row_parallel
+
+State = dict[str, torch.Tensor]
+
+
+class GatedMLA(MegatronModule):
+    """[s / TP, b, h] -> [s / TP, b, h]; heads are split over tensor-parallel ranks.
+
+    The low-rank query and key-value projections and their norms run on sequence shards; only the latents are gathered.
+    No rotation is applied anywhere: the `qk_rope_head_dim` channels are plain, and shared by all heads on the key side.
+    """
+
+    def __init__(self, config: K3TransformerConfig) -> None:
+        super().__init__(config)
+        mla = config.k3.mla
+        self.mla = mla
+        self.local_heads = mla.num_heads // config.tensor_model_parallel_size
+        self.qk_dim = mla.qk_nope_head_dim + mla.qk_rope_head_dim
+        hidden, eps = config.hidden_size, mla.latent_norm_eps
+        if mla.q_lora_rank is None:
+            self.q_proj = column_parallel(config, hidden, mla.num_heads * self.qk_dim)
+        else:
+            self.q_a_proj = ReplicatedLinear(config, hidden, mla.q_lora_rank)
+            self.q_a_norm = RMSNorm(config, mla.q_lora_rank, eps)
+            self.q_b_proj = column_parallel(config, mla.q_lora_rank, mla.num_heads * self.qk_dim)
+        self.kv_a_proj = ReplicatedLinear(config, hidden, mla.kv_lora_rank + mla.qk_rope_head_dim)
+        self.kv_a_norm = RMSNorm(config, mla.kv_lora_rank, eps)
+        key_value = mla.num_heads * (mla.qk_nope_head_dim + mla.v_head_dim)
+        self.kv_b_proj = column_parallel(config, mla.kv_lora_rank, key_value)
+        width = mla.num_heads * mla.v_head_dim
+        if mla.output_gate:
+            self.g_proj = column_parallel(config, hidden, width)
+        self.o_proj = row_parallel(config, width, hidden)
+
+    def forward(self, x: torch.Tensor, packing: Packing, state: State | None = None) -> torch.Tensor:
+        """Attend over the documents of `packing`; with `state`, continue one document a row and extend it in place.
+
+        `state` holds `latent` [t, b, kv_lora_rank] (normalised) and `shared_key` [t, b, qk_rope_head_dim].
+        """
+        full = enter(x, self.config) if self.mla.output_gate or self.mla.q_lora_rank is None else None
+        latent, shared_key = self._latent(x)
+        if state is not None:
+            if "latent" in state:
+                latent = torch.cat([state["latent"], latent])
+                shared_key = torch.cat([state["shared_key"], shared_key])
+            state["latent"], state["shared_key"] = latent, shared_key
+        out = self._attend(self._queries(x, full), *self._keys_values(latent, shared_key), packing, state)
+        out = out.permute(2, 0, 1, 3).flatten(2)
+        if self.mla.output_gate:
+            # The gate multiplies the attention output in fp32 (report section 2.1.2).
+            out = (torch.sigmoid(self.g_proj(full)[0].float()) * out.float()).to(x.dtype)
+        return self.o_proj(out.to(x.dtype).contiguous())[0]
+
+    def _queries(self, x: torch.Tensor, full: torch.Tensor | None) -> torch.Tensor:
+        """[b, heads, s, qk_dim]."""
+        if self.mla.q_lora_rank is None:
+            q = self.q_proj(full)[0]
+        else:
+            q = self.q_b_proj(enter(self.q_a_norm(self.q_a_proj(x)), self.config))[0]
+        return q.unflatten(-1, (self.local_heads, self.qk_dim)).permute(1, 2, 0, 3)
+
+    def _latent(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The normalised latent [s, b, kv_lora_rank] and the shared key part [s, b, qk_rope_head_dim]."""
+        latent, shared_key = self.kv_a_proj(x).split([self.mla.kv_lora_rank, self.mla.qk_rope_head_dim], dim=-1)
+        both = enter(torch.cat([self.kv_a_norm(latent.contiguous()), shared_key], dim=-1), self.config)
+        return both.split([self.mla.kv_lora_rank, self.mla.qk_rope_head_dim], dim=-1)
+
+    def _keys_values(self, latent: torch.Tensor, shared_key: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys [b, heads, t, qk_dim] and values [b, heads, t, v_head_dim] expanded from the latent."""
+        dims = [self.mla.qk_nope_head_dim, self.mla.v_head_dim]
+        expanded = self.kv_b_proj(latent.contiguous())[0].unflatten(-1, (self.local_heads, sum(dims)))
+        key, value = expanded.split(dims, dim=-1)
+        shared = shared_key.unsqueeze(2).expand(-1, -1, self.local_heads, -1)
+        return torch.cat([key, shared], dim=-1).permute(1, 2, 0, 3), value.permute(1, 2, 0, 3)
+
+    def _attend(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, packing: Packing, state: State | None
+    ) -> torch.Tensor:
+        """Causal softmax attention, [b, heads, s, v_head_dim]; in fp32 on the CPU, where bf16 gains nothing."""
+        scale = self.qk_dim**-0.5
+        if q.device.type == "cpu":
+            q, k, v = q.float(), k.float(), v.float()
+        if state is not None:
+            queries, keys = q.shape[2], k.shape[2]
+            mask = torch.ones(queries, keys, dtype=torch.bool, device=q.device).tril(keys - queries)
+            return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)
+        if packing.single:
+            return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale)
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=packing.attention_mask(), scale=scale)

@@ -1,0 +1,49 @@
+"""Stable LatentMoE (report section 2.3): routed experts work in a narrow latent space, shared experts at full width."""
+
+from __future__ import annotations
+
+import torch
+from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
+
+from k3train.model.experts import LatentExperts
+from k3train.model.ffn import SharedExperts
+from k3train.model.norm import RMSNorm
+from k3train.model.router import QuantileBalancingRouter
+from k3train.model.transformer_config import K3TransformerConfig
+from k3train.parallel.regions import ReplicatedLinear
+
+
+class StableLatentMoE(MoELayer):
+    """y = shared(x) + up(RMSNorm(sum_i p_i expert_i(down(x)))), routed on x at full width.
+
+    Megatron-Core routes, permutes and exchanges the tokens; the latent projections and the norm between the weighted
+    sum and the up projection are added here. Both projections run on sequence shards.
+    """
+
+    def __init__(self, config: K3TransformerConfig, layer_number: int, is_mtp_layer: bool = False) -> None:
+        submodules = MoESubmodules(
+            experts=LatentExperts, shared_experts=SharedExperts, router=QuantileBalancingRouter
+        )
+        super().__init__(config, submodules=submodules, layer_number=layer_number, is_mtp_layer=is_mtp_layer)
+        self.set_layer_number(layer_number)
+        latent = config.k3.moe.latent_size
+        self.latent_down = ReplicatedLinear(config, config.hidden_size, latent) if latent else None
+        self.latent_norm = RMSNorm(config, latent or config.hidden_size) if config.k3.moe.latent_norm else None
+        self.latent_up = ReplicatedLinear(config, latent, config.hidden_size) if latent else None
+
+    def preprocess(
+        self, hidden_states: torch.Tensor, probs: torch.Tensor, routing_map: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Project down before the tokens travel, so that only the latent crosses ranks."""
+        if self.latent_down is not None:
+            hidden_states = self.latent_down(hidden_states)
+        return self.token_dispatcher.dispatch_preprocess(hidden_states, routing_map, probs)
+
+    def postprocess(self, output: torch.Tensor, shared_expert_output: torch.Tensor | None) -> torch.Tensor:
+        """Normalise the routed sum, project up, add the shared experts."""
+        output = self.token_dispatcher.combine_postprocess(output)
+        if self.latent_norm is not None:
+            output = self.latent_norm(output)
+        if self.latent_up is not None:
+            output = self.latent_up(output)
+        return output if shared_expert_output is None else output + shared_expert_output

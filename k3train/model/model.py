@@ -1,0 +1,137 @@
+"""The K3 language model: one pipeline stage of it, hosted by Megatron-Core."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from megatron.core import tensor_parallel
+from megatron.core.models.common.language_module.language_module import LanguageModule
+from megatron.core.tensor_parallel import VocabParallelEmbedding
+
+from k3train.errors import UserError
+from k3train.model.block import K3Block, LayerStates
+from k3train.model.mtp import MultiTokenPrediction, mtp_targets
+from k3train.model.packing import Packing
+from k3train.model.transformer_config import K3TransformerConfig
+from k3train.parallel.regions import _no_init, column_parallel, enter
+from k3train.parallel.stages import StageContents
+
+
+@dataclass
+class TokenLosses:
+    """Per-token cross-entropies [b, s] in fp32 nats, and where they count."""
+
+    loss: torch.Tensor
+    loss_mask: torch.Tensor
+    mtp_loss: torch.Tensor | None = None
+    mtp_mask: torch.Tensor | None = None
+
+
+def padded_vocab_size(vocab_size: int, multiple: int, tensor_parallel_size: int) -> int:
+    """Rows of the embedding: the vocabulary rounded up so that every tensor-parallel rank holds the same number."""
+    step = multiple * tensor_parallel_size
+    return -(-vocab_size // step) * step
+
+
+class K3Model(LanguageModule):
+    """A stage with its embedding (first stage) or head (last stage).
+
+    Names do not depend on the layout. `forward` returns the payload for the next stage, or on the last stage the
+    token losses where labels are given and the logits where not.
+    """
+
+    def __init__(
+        self,
+        config: K3TransformerConfig,
+        contents: StageContents,
+        *,
+        vp_stage: int | None = None,
+        recompute: bool = False,
+    ) -> None:
+        super().__init__(config)
+        if contents.mtp and not contents.head:
+            raise UserError(
+                "parallel.pipeline_layout puts the multi-token-prediction layer (m) on another stage than the loss "
+                "(L), which needs the head; end the last stage with 'mL'"
+            )
+        self.vp_stage = vp_stage
+        self.pre_process, self.post_process, self.mtp_process = contents.embedding, contents.head, contents.mtp
+        self.share_embeddings_and_output_weights = False
+        self.input_tensor: torch.Tensor | None = None
+        model = config.k3
+        self.vocab_size = model.vocab_size
+        rows = padded_vocab_size(model.vocab_size, model.vocab_padding_multiple, config.tensor_model_parallel_size)
+        self.padded_rows = rows - model.vocab_size
+        if contents.embedding or contents.mtp:
+            self.embedding = VocabParallelEmbedding(
+                rows,
+                config.hidden_size,
+                init_method=_no_init,
+                reduce_scatter_embeddings=config.sequence_parallel,
+                config=config,
+            )
+            self._mark_embedding(self.embedding.weight)
+        self.decoder = K3Block(config, contents, recompute)
+        if contents.mtp:
+            self.mtp = MultiTokenPrediction(config)
+        if contents.head:
+            self.output_layer = column_parallel(config, config.hidden_size, rows)
+            self.output_layer.weight.is_embedding_or_output_parameter = True
+
+    def _mark_embedding(self, weight: torch.nn.Parameter) -> None:
+        weight.is_embedding_or_output_parameter = True
+        if not self.mtp_process and not self.config.mtp_num_layers:
+            return
+        # Megatron-Core sums the gradients of the two copies over the first and last stage.
+        if self.config.pipeline_model_parallel_size > 1:
+            weight.shared_embedding = True
+            weight.shared = not self.pre_process
+
+    def shared_embedding_or_output_weight(self) -> torch.Tensor | None:
+        """The embedding, where this stage holds a copy of it."""
+        return self.embedding.weight if hasattr(self, "embedding") else None
+
+    def set_input_tensor(self, input_tensor: torch.Tensor | list[torch.Tensor]) -> None:
+        """Called by Megatron-Core's schedules with what the previous stage sent."""
+        self.input_tensor = input_tensor[0] if isinstance(input_tensor, list) else input_tensor
+
+    def forward(
+        self,
+        tokens: torch.Tensor,
+        packing: Packing,
+        labels: torch.Tensor | None = None,
+        loss_mask: torch.Tensor | None = None,
+        states: LayerStates | None = None,
+    ) -> torch.Tensor | TokenLosses:
+        """Tokens, labels and loss mask are [b, s]; logits are [b, s, vocab] and need every vocabulary shard."""
+        stream = self._embed(tokens) if self.pre_process else self.input_tensor
+        features = self.decoder(stream, packing, states)
+        if not self.post_process:
+            return features
+        logits = self._logits(self.decoder.final_norm(features))
+        if labels is None:
+            full = tensor_parallel.gather_from_tensor_model_parallel_region(logits)
+            return full[..., : self.vocab_size].transpose(0, 1).contiguous()
+        losses = TokenLosses(self.compute_language_model_loss(labels, logits.float()), loss_mask)
+        if self.mtp_process:
+            targets, losses.mtp_mask = mtp_targets(labels, loss_mask, packing.document_ids)
+            ahead = self.mtp(features, self._embed(labels), packing)
+            losses.mtp_loss = self.compute_language_model_loss(targets, self._logits(ahead).float())
+        return losses
+
+    def _embed(self, tokens: torch.Tensor) -> torch.Tensor:
+        """[b, s] to [s / TP, b, h]."""
+        embedded = self.embedding(tokens)
+        if self.config.sequence_parallel:
+            return embedded
+        return embedded.transpose(0, 1).contiguous()
+
+    def _logits(self, features: torch.Tensor) -> torch.Tensor:
+        """[s / TP, b, h] to this rank's vocabulary shard [s, b, v / TP]; padded rows can never win."""
+        logits = self.output_layer(enter(features, self.config))[0]
+        if self.padded_rows:
+            start = self.tp_group.rank() * logits.shape[-1]
+            rows = torch.arange(start, start + logits.shape[-1], device=logits.device)
+            logits = logits.masked_fill(rows >= self.vocab_size, torch.finfo(logits.dtype).min)
+        return logits

@@ -1,0 +1,53 @@
+"""Document boundaries of a micro-batch, in the forms that the sublayers want."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+
+@dataclass
+class Packing:
+    """Packed documents of one micro-batch.
+
+    `document_ids` [b, s] numbers the documents of each row from 0, non-decreasing; documents never see each other.
+    `padding` [b, s] is true where a token is filler (None: no filler).
+    """
+
+    document_ids: torch.Tensor
+    padding: torch.Tensor | None = None
+
+    def __post_init__(self) -> None:
+        ids = self.document_ids
+        batch, length = ids.shape
+        starts = torch.ones(batch, length, dtype=torch.bool, device=ids.device)
+        starts[:, 1:] = ids[:, 1:] != ids[:, :-1]
+        first = starts.flatten().nonzero().flatten()
+        end = torch.tensor([batch * length], device=ids.device)
+        self.cu_seqlens = torch.cat([first, end])
+        self.single = len(first) == batch
+        self._mask: torch.Tensor | None = None
+
+    @staticmethod
+    def whole_rows(batch: int, length: int, device: torch.device | str = "cpu") -> Packing:
+        """One document a row."""
+        return Packing(torch.zeros(batch, length, dtype=torch.int32, device=device))
+
+    def padding_shard(self, config: TransformerConfig) -> torch.Tensor | None:
+        """This tensor-parallel rank's part of `padding`, [b, s / TP]: the tokens that its router sees."""
+        if self.padding is None or not config.sequence_parallel:
+            return self.padding
+        rank = parallel_state.get_tensor_model_parallel_rank()
+        return self.padding.chunk(config.tensor_model_parallel_size, dim=1)[rank]
+
+    def attention_mask(self) -> torch.Tensor:
+        """[b, 1, s, s], true where a query (row) may see a key: same document, not later. Built once."""
+        if self._mask is None:
+            same = self.document_ids[:, None, :, None] == self.document_ids[:, None, None, :]
+            length = self.document_ids.shape[1]
+            causal = torch.ones(length, length, dtype=torch.bool, device=same.device).tril()
+            self._mask = same & causal
+        return self._mask
