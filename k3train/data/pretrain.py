@@ -109,7 +109,7 @@ def build_datasets(
             the order of the samples depends on it.
         valid_samples: length of the validation set, in an order that does not depend on `seed`; samples
             repeat where the text has fewer. 0 builds none.
-        valid_blend: (prefix, weight) of the validation corpora. None takes the `valid` split beside each
+        valid_blend: (prefix, weight) of the validation corpora. None or empty takes the `valid` split beside each
             training corpus, with its weight.
         cache_dir: where the sample indices are kept, on a file system that all ranks share; None takes the
             directory `index_cache` beside the first corpus.
@@ -129,7 +129,7 @@ def build_datasets(
     infos = _check_blend(blend, tokenizer, seq_length)
     valid_infos: list[CorpusInfo] = []
     if valid_samples:
-        if valid_blend is None:
+        if not valid_blend:
             valid_blend = [(Path(prefix).parent / "valid", weight) for prefix, weight in blend]
         valid_infos = _check_blend(valid_blend, tokenizer, seq_length)
     cache = _prepare_cache(cache_dir or Path(infos[0].prefix).parent / "index_cache", infos + valid_infos)

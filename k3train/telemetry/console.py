@@ -1,4 +1,4 @@
-"""What a person sees: one self-updating line on a terminal, plain lines elsewhere, and the same in `train.log`."""
+"""What a person sees: one self-updating line on a terminal, plain lines elsewhere, kept in `train.log`."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def step_parts(metrics: dict[str, Any], total_steps: int, eta_seconds: float | N
 
 
 def fit_line(parts: list[str], fraction: float, width: int) -> str:
-    """The pieces joined into at most `width` columns: the least important go first, a progress bar fills spare room."""
+    """The pieces in at most `width` columns: the last are left out first, a progress bar fills spare room."""
     kept = list(parts)
     while len(kept) > 1 and len(" | ".join(kept)) > width:
         kept.pop()
@@ -100,7 +100,7 @@ class Console:
         interactive: bool | None = None,
         stream: TextIO | None = None,
     ) -> None:
-        """`interactive` None asks the stream whether it is a terminal; `enabled` False leaves only train.log."""
+        """`interactive` None asks whether the stream is a terminal; `enabled` False leaves only train.log."""
         self.total_steps = max(1, total_steps)
         self.stream = stream if stream is not None else sys.stdout
         self.enabled = enabled
@@ -125,7 +125,8 @@ class Console:
         if not self.enabled:
             return
         if self.interactive:
-            # One column stays free: a terminal that fills its last column may wrap and leave the old line behind.
+            # One column stays free: a terminal that fills its last column may wrap and leave the old line
+            # behind.
             width = shutil.get_terminal_size((80, 24)).columns - 1
             self._live = fit_line(parts, step / self.total_steps, width)
             self._write(_CLEAR_LINE + self._live)
@@ -150,7 +151,7 @@ class Console:
         self._log.close()
 
     def _eta(self, step: int) -> float | None:
-        """Seconds left, from the median of recent steps: one slow step (compilation, a checkpoint) does not move it."""
+        """Seconds left, from the median of recent steps, which one slow step (compilation) does not move."""
         if not self._step_times:
             return None
         return statistics.median(self._step_times) * max(0, self.total_steps - step)

@@ -1,7 +1,7 @@
 """Model FLOPs of a K3-style decoder, and peak FLOP/s of known devices, for model FLOPs utilisation (MFU).
 
-Model FLOPs count what the mathematics needs, not what is executed: recomputation, padding and the chunkwise form's
-extra work are left out, so MFU is comparable between implementations.
+Model FLOPs count what the mathematics needs, not what is executed: recomputation, padding and the chunkwise
+form's extra work are left out, so MFU is comparable between implementations.
 """
 
 from __future__ import annotations
@@ -24,23 +24,25 @@ def model_flops_per_token(
 ) -> float:
     """FLOPs of forward and backward for one trained token.
 
-    `active_matmul_params` are the weights a token is multiplied with: top_k experts rather than all, the output head,
-    not the input embedding (a look-up). A weight costs a multiply and an add in the forward and twice that in the
-    backward: 6 FLOPs. The backward of the attention terms below also costs twice the forward.
+    `active_matmul_params` are the weights a token is multiplied with: top_k experts rather than all, the
+    output head, not the input embedding (a look-up). A weight costs a multiply and an add in the forward and
+    twice that in the backward: 6 FLOPs. The backward of the attention terms below also costs twice the
+    forward.
 
-    - MLA, per layer and head: a token attends to (seq_length + 1) / 2 positions on average (causal), each costing
-      2 * qk_head_dim for the score and 2 * v_head_dim for the sum. `qk_head_dim` is the whole key, nope + shared
-      (K3: 128 + 64).
-    - KDA, per layer and head (report section 2.1.1, recurrent form): k^T S, the rank-one update and S^T q, each
-      2 * kda_key_dim * kda_value_dim. The elementwise decay, convolutions and norms are not counted.
+    - MLA, per layer and head: a token attends to (seq_length + 1) / 2 positions on average (causal), each
+      costing 2 * qk_head_dim for the score and 2 * v_head_dim for the sum. `qk_head_dim` is the whole key,
+      nope + shared (K3: 128 + 64).
+    - KDA, per layer and head (report section 2.1.1, recurrent form): k^T S, the rank-one update and S^T q,
+      each 2 * kda_key_dim * kda_value_dim. The elementwise decay, convolutions and norms are not counted.
     """
     mla_forward = num_mla_layers * mla_heads * 2 * (qk_head_dim + v_head_dim) * (seq_length + 1) / 2
     kda_forward = num_kda_layers * kda_heads * 3 * 2 * kda_key_dim * kda_value_dim
     return 6.0 * active_matmul_params + 3.0 * (mla_forward + kda_forward)
 
 
-# Dense (no structured sparsity) tensor-core figures in FLOP/s of one device: {pattern: {dtype: peak}}. NVIDIA's
-# datasheets print the sparse figure, which is halved here. First match wins, so variants stand before their family.
+# Dense (no structured sparsity) tensor-core figures in FLOP/s of one device: {pattern: {dtype: peak}}.
+# NVIDIA's datasheets print the sparse figure, which is halved here. First match wins, so variants stand
+# before their family.
 _PEAK_FLOPS: tuple[tuple[str, dict[str, float]], ...] = (
     # NVIDIA H100 Tensor Core GPU datasheet: PCIe 1513 sparse; NVL 1671 sparse; SXM 1979 sparse, fp8 3958.
     (r"\bH100 PCIe\b", {"bf16": 756.5e12, "fp8": 1513e12}),
@@ -62,7 +64,7 @@ _DTYPE_NAMES = {"bf16": "bf16", "bfloat16": "bf16", "fp16": "bf16", "float16": "
 
 
 def peak_flops(device_name: str, dtype: str = "bf16") -> float | None:
-    """Peak dense FLOP/s of a device by the name `torch.cuda.get_device_name` gives, or None where it is not known.
+    """Peak dense FLOP/s of a device named as by `torch.cuda.get_device_name`, or None where it is not known.
 
     `dtype` is bf16, fp16 (same peak) or fp8; anything else, a CPU, and a slice of a GPU (MIG) give None.
     """

@@ -1,8 +1,8 @@
 """`metrics.jsonl`: one JSON object a line, valid after any crash, never with a step twice.
 
-Each line has `kind` ("train", "eval" or "event"), `step` and `time` (Unix seconds). JSON has no NaN or infinity, so
-those are written as the strings "NaN", "Infinity" and "-Infinity"; `read_metrics` gives them back as floats. Mapping
-keys are strings in JSON: layer 4 is "4".
+Each line has `kind` ("train", "eval" or "event"), `step` and `time` (Unix seconds). JSON has no NaN or
+infinity, so those are written as the strings "NaN", "Infinity" and "-Infinity"; `read_metrics` gives them
+back as floats. Mapping keys are strings in JSON: layer 4 is "4".
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _NON_FINITE = ("NaN", "Infinity", "-Infinity")
 
 
 def to_jsonable(value: Any) -> Any:
-    """Plain JSON data equal to `value`: tensors and arrays become numbers or lists, non-finite floats strings."""
+    """`value` as plain JSON data: tensors and arrays as numbers or lists, non-finite floats as strings."""
     if isinstance(value, bool | int | str) or value is None:
         return value
     if isinstance(value, float):
@@ -85,7 +85,7 @@ class MetricsLog:
     """Appends to `run_dir/metrics.jsonl`, flushing each line."""
 
     def __init__(self, run_dir: Path, start_step: int) -> None:
-        """Keep what an earlier process wrote up to `start_step` (the resumed checkpoint's step) and drop the rest."""
+        """Keep what an earlier process wrote up to `start_step` (the checkpoint's step) and drop the rest."""
         self.path = Path(run_dir) / METRICS_FILE
         self.recovery = _recover(self.path, start_step)
         self._file: TextIO = open(self.path, "a", encoding="utf-8")  # noqa: SIM115 - open for the run's lifetime
@@ -103,12 +103,13 @@ class MetricsLog:
 
 
 def _recover(path: Path, start_step: int) -> Recovery:
-    """Rewrite the file without lines after `start_step` and without unreadable ones; untouched if there are none."""
+    """Rewrite the file without lines after `start_step` and unreadable ones; untouched if there are none."""
     if not path.exists():
         return Recovery()
     last_step = after = unreadable = 0
     ends_with_newline = True
-    # The rewrite goes to a neighbour that replaces the original in one step: a crash leaves the old file or the new.
+    # The rewrite goes to a neighbour that replaces the original in one step: a crash leaves the old file or
+    # the new.
     replacement = path.with_name(path.name + ".tmp")
     with (
         open(path, encoding="utf-8", errors="replace") as old,

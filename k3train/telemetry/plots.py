@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -38,7 +39,8 @@ class Curves:
 
 
 def _number(value: object) -> float:
-    return float(value) if isinstance(value, int | float) else float("nan")
+    # An infinity has no place on an axis: it shows as a gap, like NaN.
+    return float(value) if isinstance(value, int | float) and math.isfinite(value) else math.nan
 
 
 def load_curves(run_dir: Path) -> Curves:
@@ -130,6 +132,7 @@ def curves_figure(curves: Curves, title: str) -> Figure:
     from matplotlib.ticker import EngFormatter
 
     figure = Figure(figsize=(12, 9), dpi=100, layout="constrained")
+    figure.get_layout_engine().set(w_pad=0.12, h_pad=0.1)
     grid = figure.add_gridspec(3, 2, height_ratios=(1.5, 1, 1))
     loss = figure.add_subplot(grid[0, :])
     balance, speed = figure.add_subplot(grid[1, 0]), figure.add_subplot(grid[1, 1])
@@ -185,8 +188,9 @@ def experts_figure(experts: ExpertLoad, title: str) -> Figure:
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
 
-    layers, width = experts.load.shape
+    layers = len(experts.layers)
     figure = Figure(figsize=(12, min(12.0, max(4.5, 2.6 + 0.3 * layers))), dpi=100, layout="constrained")
+    figure.get_layout_engine().set(w_pad=0.1, h_pad=0.1)
     grid = figure.add_gridspec(1, 2, width_ratios=(5, 1))
     heat = figure.add_subplot(grid[0, 0])
     side = figure.add_subplot(grid[0, 1], sharey=heat)
@@ -194,7 +198,8 @@ def experts_figure(experts: ExpertLoad, title: str) -> Figure:
 
     dead = experts.load == 0
     finite = experts.load[np.isfinite(experts.load)]
-    # One hot expert must not wash out the rest: the scale ends at the 99.5th percentile, and at 2 at the least.
+    # One hot expert must not wash out the rest: the scale ends at the 99.5th percentile, and at 2 at the
+    # least.
     top = max(2.0, float(np.percentile(finite, 99.5)))
     image = heat.imshow(
         experts.load,
@@ -223,7 +228,13 @@ def experts_figure(experts: ExpertLoad, title: str) -> Figure:
         frameon=False,
         borderaxespad=0.2,
     )
-    figure.colorbar(image, ax=heat, label="load / mean load (1 = balanced)", extend="max", pad=0.01)
+    figure.colorbar(
+        image,
+        ax=heat,
+        label="load / mean load (1 = balanced)",
+        extend="max" if finite.max() > top else "neither",
+        pad=0.01,
+    )
 
     side.barh(range(layers), np.nanmax(experts.load, axis=1), color=_BLUE, height=0.7)
     side.axvline(1.0, color=_GREY, linewidth=1)
@@ -246,7 +257,7 @@ def draw_curves(run_dir: Path) -> Path | None:
 
 
 def draw_experts(run_dir: Path) -> Path | None:
-    """Draw `run_dir/experts.png` from metrics.jsonl; None (and no file) where no tokens_per_expert is recorded."""
+    """Draw `run_dir/experts.png` from metrics.jsonl; None (and no file) without tokens_per_expert records."""
     run_dir = Path(run_dir)
     experts = load_experts(run_dir)
     if experts is None:

@@ -35,9 +35,9 @@ class Telemetry:
     ) -> None:
         """`start_step` is the step of the checkpoint the run continues from; 0 begins anew.
 
-        Lines of metrics.jsonl after `start_step` (from a process that was killed) are removed; train.log keeps
-        them. A continued run keeps its W&B id. `interactive` None asks whether `stream` (standard output) is a
-        terminal. Raises UserError for an unknown W&B mode.
+        Lines of metrics.jsonl after `start_step` (from a process that was killed) are removed; train.log
+        keeps them. A continued run keeps its W&B id. `interactive` None asks whether `stream` (standard
+        output) is a terminal. Raises UserError for an unknown W&B mode.
         """
         self.run_dir = Path(run_dir)
         self.is_writer = is_writer
@@ -68,21 +68,21 @@ class Telemetry:
         )
         if self._sink.active and last_sent > start_step:
             self.event(
-                f"W&B holds steps {start_step + 1} to {last_sent} of this run already; they are not sent again"
+                f"W&B holds steps {start_step + 1} to {last_sent} of this run and is not sent them again"
             )
 
     @property
     def run_id(self) -> str | None:
-        """The W&B run id, kept in `run_dir/wandb_run_id`; None on a rank that does not write and was given none."""
+        """The W&B run id, kept in `run_dir/wandb_run_id`; on other ranks the one given at the start."""
         return self._run_id
 
     def step(self, metrics: dict[str, Any]) -> None:
         """Record one training step.
 
-        Needs `step`. Known keys: tokens, loss, mtp_loss, grad_norm, lr, tokens_per_second, step_time (s), model_flops
-        (of the step), tflops_per_second, mfu (None where unknown), memory_bytes, balance {max_violation |
-        dead_fraction | bias_spread: {layer: value}}, paths {part: path taken}, timings {phase: s},
-        tokens_per_expert {layer: [counts]}. Other keys are recorded as they are.
+        Needs `step`. Known keys: tokens, loss, mtp_loss, grad_norm, lr, tokens_per_second, step_time (s),
+        model_flops (of the step), tflops_per_second, mfu (None where unknown), memory_bytes, balance
+        {max_violation | dead_fraction | bias_spread: {layer: value}}, paths {part: path taken}, timings
+        {phase: s}, tokens_per_expert {layer: [counts]}. Other keys are recorded as they are.
         """
         if not self.is_writer:
             return
@@ -93,7 +93,7 @@ class Telemetry:
             self._sink.log(self._step, _plain(metrics), "train")
 
     def evaluation(self, metrics: dict[str, Any]) -> None:
-        """Record a held-out evaluation: loss (nats per token), perplexity, bits_per_byte; `step` or the last step's."""
+        """Record a held-out evaluation: loss (nats per token), perplexity, bits_per_byte, eval_time (s)."""
         if not self.is_writer:
             return
         step = int(metrics.get("step", self._step))
@@ -103,9 +103,10 @@ class Telemetry:
             self._sink.log(step, _plain(metrics), "eval")
 
     def event(self, text: str, level: str = "info", **fields: Any) -> None:
-        """Say something once: a repeat of the same text is counted, not repeated, and the count is told at the end.
+        """Say something once: a repeat of the same text is only counted, and the count is told at the end.
 
-        `level` is info or warning; `fields` go to metrics.jsonl with the text. Raises ValueError for another level.
+        `level` is info or warning; `fields` go to metrics.jsonl with the text. Raises ValueError for another
+        level.
         """
         if level not in _LEVELS:
             raise ValueError(f"event level {level!r} is not known: choose one of {', '.join(_LEVELS)}")
@@ -122,8 +123,8 @@ class Telemetry:
     def finish(self, status: str) -> list[Path]:
         """Draw the pictures, close everything and return the pictures' paths.
 
-        `status` is "finished" for a complete run; anything else ("interrupted", "failed") marks the W&B run failed.
-        A second call does nothing.
+        `status` is "finished" for a complete run; anything else ("interrupted", "failed") marks the W&B run
+        failed. A second call does nothing.
         """
         if not self.is_writer or self._finished:
             return []

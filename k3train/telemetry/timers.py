@@ -15,7 +15,7 @@ class PhaseTimers:
     def __init__(
         self, device: torch.device | str = "cpu", clock: Callable[[], float] = time.perf_counter
     ) -> None:
-        """On CUDA the device is synchronised at both ends of a phase, so that queued kernels count where they belong."""
+        """On CUDA both ends of a phase wait for the device, so that kernels count where they belong."""
         self._device = torch.device(device)
         self._clock = clock
         self._seconds: dict[str, float] = {}

@@ -19,7 +19,8 @@ INIT_TIMEOUT_SECONDS = 30.0
 FINISH_TIMEOUT_SECONDS = 120.0
 _DEFAULT_URL = "https://api.wandb.ai"
 
-# Where each metric of a step or an evaluation stands in W&B: the part before the slash is the panel's section.
+# Where each metric of a step or an evaluation stands in W&B: the part before the slash is the panel's
+# section.
 _STEP_NAMES = {
     "loss": "loss/train",
     "mtp_loss": "loss/mtp",
@@ -61,7 +62,7 @@ class WandbSettings:
 
 
 def has_key() -> bool:
-    """Whether W&B's key is in WANDB_API_KEY or in the netrc file. A netrc that cannot be read holds no key."""
+    """Whether W&B's key is in WANDB_API_KEY or the netrc file; a netrc that cannot be read holds no key."""
     if os.environ.get("WANDB_API_KEY"):
         return True
     path = Path(os.environ.get("NETRC") or "~/.netrc").expanduser()
@@ -121,8 +122,14 @@ def panel_metrics(metrics: dict[str, Any], kind: str) -> dict[str, Any]:
     return flat
 
 
+def _stop_service() -> None:
+    import wandb
+
+    wandb.teardown()
+
+
 class WandbSink:
-    """One W&B run. Every call into W&B is guarded: the first failure is told through `on_event` and ends the sink."""
+    """One W&B run. Calls into W&B are guarded: the first failure is told to `on_event` and ends the sink."""
 
     def __init__(
         self,
@@ -149,6 +156,8 @@ class WandbSink:
             self._run = self._guard("start online", lambda: self._init("online"), fatal=False)
             if self._run is None:
                 self.mode = "offline"
+                # W&B's service keeps the id of the run that failed to start; only a new service forgets it.
+                self._guard("stop", _stop_service, fatal=False)
                 on_event(
                     f"W&B records offline under {run_dir / 'wandb'}; upload later with `wandb sync`",
                     "warning",
@@ -162,7 +171,7 @@ class WandbSink:
         return self._run is not None
 
     def log(self, step: int, metrics: dict[str, Any], kind: str) -> None:
-        """Send metrics of a step. W&B's steps only grow, so steps the run already holds are not sent again."""
+        """Send metrics of a step. W&B's steps only grow: a step the run already holds is not sent again."""
         if self._run is None or step <= self._last_sent_step:
             return
         paths = metrics.get("paths") or {}
@@ -198,14 +207,14 @@ class WandbSink:
             self._guard("log", lambda: self._run.log({"step": step, **flat}, step=step))
 
     def _init(self, mode: str) -> Any:
+        folder = (self._run_dir / "wandb").resolve()
+        folder.mkdir(parents=True, exist_ok=True)
         os.environ.setdefault("WANDB_ERROR_REPORTING", "false")  # no crash reports over the network
+        os.environ.setdefault("WANDB_SILENT", "true")  # logging in speaks before the settings below count
+        # W&B's service logs go here rather than to the home directory, which a cluster may not let a job write.
+        os.environ.setdefault("WANDB_CACHE_DIR", str(folder / "cache"))
         import wandb
 
-        folder = self._run_dir / "wandb"
-        folder.mkdir(parents=True, exist_ok=True)
-        network_probes = (
-            {"x_disable_machine_info": True, "x_disable_stats": True} if mode == "offline" else {}
-        )
         run = wandb.init(
             dir=str(self._run_dir),
             mode=mode,
@@ -227,7 +236,8 @@ class WandbSink:
                 init_timeout=INIT_TIMEOUT_SECONDS,
                 login_timeout=INIT_TIMEOUT_SECONDS,
                 finish_timeout=FINISH_TIMEOUT_SECONDS,
-                **network_probes,
+                # Part of the machine information is asked of a cloud's metadata service over the network.
+                x_disable_machine_info=mode == "offline",
             ),
         )
         self._last_sent_step = max(self._last_sent_step, run.starting_step - 1)
@@ -239,8 +249,8 @@ class WandbSink:
         """The result of a call into W&B, or None after an event if it failed; `fatal` ends the sink then."""
         try:
             return call()
-        # W&B fails in many ways (network, service process, a broken install, a full disk) with no common base class,
-        # and none of them may end a training run.
+        # W&B fails in many ways (network, service process, a broken install, a full disk) with no common base
+        # class, and none of them may end a training run.
         except Exception as error:
             reason = " ".join(str(error).split())[:300]
             if fatal:

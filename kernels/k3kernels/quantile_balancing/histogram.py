@@ -72,7 +72,8 @@ def required_bias_histogram(
         required = cutoff[part] - scores[part].t().contiguous()
         kept = keep[part].expand(num_experts, -1)
         if out_of_range is not None:
-            out_of_range += kept[~((required >= low) & (required <= high))].sum()
+            # Written so that NaN counts as outside; no boolean indexing, which would make a GPU wait.
+            out_of_range += (kept * ~((required >= low) & (required <= high))).sum()
         bins = required.sub_(low).mul_(bins_per_unit).clamp_(0, num_bins - 1)
         counts.scatter_add_(1, bins.to(torch.int64), kept)
     return counts
@@ -141,8 +142,8 @@ def read_off(
         raise ValueError("the histogram holds no token; keep the old bias when a step had none but padding.")
     ceil_q, next_rank = target_ranks(tokens, k, num_experts)
     rank = ceil_q if estimator == "report" else next_rank
-    # A contiguous [..., n, 1] of ranks: the number of bins that end before the rank is the rank's bin.
-    bins = torch.searchsorted(cumulative, rank.unsqueeze(-1)).clamp_(max=num_bins - 1)
+    # The number of bins whose cumulative count stays below the rank is the rank's bin.
+    bins = torch.searchsorted(cumulative, rank.unsqueeze(-1))
     in_bin = counts.gather(-1, bins).squeeze(-1).to(torch.float64)
     before = cumulative.gather(-1, bins).squeeze(-1).to(torch.float64) - in_bin
     if estimator == "report":
