@@ -15,9 +15,7 @@ def _rows(source: Tensor, dtype: torch.dtype) -> Tensor:
     return source.reshape(-1, source.shape[-1]).to(dtype)
 
 
-def _softmax_weights(
-    sources: Sequence[Tensor], folded_query: Tensor, eps: float
-) -> tuple[Tensor, Tensor, Tensor]:
+def _softmax_weights(sources: Sequence[Tensor], folded_query: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
     """Logits, reciprocal root mean squares and softmax weights, each [n, rows]."""
     rows = sources[0].numel() // max(sources[0].shape[-1], 1)
     logits = folded_query.new_empty(len(sources), rows)
@@ -50,9 +48,7 @@ class _Mix(torch.autograd.Function):
     def backward(ctx: FunctionCtx, grad_out: Tensor) -> tuple[Tensor | None, ...]:
         query, norm_weight, logits, rstd, *sources = ctx.saved_tensors
         with torch.autocast(grad_out.device.type, enabled=False):
-            grad_sources, grad_folded = _Mix._gradients(
-                ctx, grad_out, query, norm_weight, logits, rstd, sources
-            )
+            grad_sources, grad_folded = _Mix._gradients(ctx, grad_out, query, norm_weight, logits, rstd, sources)
         grad_query = grad_norm_weight = None
         if ctx.needs_input_grad[0]:
             grad_query = (grad_folded * norm_weight.to(grad_folded.dtype)).to(query.dtype)

@@ -85,8 +85,7 @@ def _check_histogram(
     """Raise on shapes that don't fit, or give the tensor to count in."""
     if scores.dim() != 2 or cutoff.shape != scores.shape[:1]:
         raise ValueError(
-            f"scores are {tuple(scores.shape)} and cutoff {tuple(cutoff.shape)}; they must be [m, n_experts] "
-            "and [m]."
+            f"scores are {tuple(scores.shape)} and cutoff {tuple(cutoff.shape)}; they must be [m, n_experts] and [m]."
         )
     if padding_mask is not None and (padding_mask.shape != cutoff.shape or padding_mask.dtype != torch.bool):
         raise ValueError(
