@@ -1,0 +1,38 @@
+# make demo: train a tiny K3 on this machine. make test: run the tests. Either sets up .venv first, once.
+SHELL := bash
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test lint clean
+
+BIN := .venv/bin
+DEMO_RUN := runs/k3-tiny
+DEMO_ARGS ?=
+TEST_ARGS ?=
+
+# No model hub is ever asked for anything: the corpus is made here and the tokenizer trained on it.
+export HF_HUB_OFFLINE := 1
+
+help: ## list the targets
+	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /\1\t/' | awk -F'\t' '{printf "  make %-6s %s\n", $$1, $$2}'
+	@echo
+	@echo "  DEMO_ARGS='train.steps=50'  more recipe keys for make demo"
+	@echo "  TEST_ARGS='-k router -x'    more arguments for pytest"
+	@echo "  PYTHON=/path/to/python3.12  the Python to make .venv with"
+
+setup: ## make .venv with the pinned packages (nothing to do when it is there)
+	@PYTHON='$(PYTHON)' tools/setup/install.sh
+
+demo: setup ## prepare the corpus, pretrain recipe=pretrain/k3-tiny, generate from its checkpoint
+	@$(BIN)/python tools/prepare_demo.py --out data/demo
+	@$(BIN)/k3train recipe=pretrain/k3-tiny $(DEMO_ARGS)
+	@$(BIN)/k3train generate --checkpoint $(DEMO_RUN)/checkpoints --prompt "def "
+	@tools/setup/show_run.sh $(DEMO_RUN)
+
+test: setup ## run the tests
+	@$(BIN)/python -m pytest $(TEST_ARGS)
+
+lint: setup ## check style
+	@$(BIN)/ruff check .
+
+clean: ## remove .venv, caches and build outputs; runs/ and data/ stay
+	@rm -rf .venv build dist ./*.egg-info .pytest_cache .ruff_cache
+	@find . -name __pycache__ -type d -prune -exec rm -rf {} +
