@@ -60,9 +60,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--tokenizer", help="tokenizer.json, or a directory that holds one")
     parser.add_argument("--train-tokenizer", type=int, metavar="VOCAB", help="train one of this size instead")
     parser.add_argument("--text-field", default=defaults.text_field, help="column of the text (%(default)s)")
-    parser.add_argument(
-        "--text-unit", choices=TEXT_UNITS, default=defaults.text_unit, help="document of a text file"
-    )
+    parser.add_argument("--text-unit", choices=TEXT_UNITS, default=defaults.text_unit, help="document of a text file")
     parser.add_argument("--format", choices=FORMATS, help="of all files; without it, by their suffixes")
     parser.add_argument("--dataset-split", help="split of a saved DatasetDict")
     parser.add_argument(

@@ -14,9 +14,7 @@ def main() -> int:
         description="Turn the Python standard library's source files into a tokenized corpus for the demo."
     )
     parser.add_argument("--out", required=True, help="directory to make")
-    parser.add_argument(
-        "--vocab-size", type=int, default=DEMO_VOCAB_SIZE, help="of the tokenizer (%(default)s)"
-    )
+    parser.add_argument("--vocab-size", type=int, default=DEMO_VOCAB_SIZE, help="of the tokenizer (%(default)s)")
     parser.add_argument(
         "--valid-fraction",
         type=float,

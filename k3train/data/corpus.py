@@ -155,16 +155,12 @@ def verify_corpus(directory: str | Path) -> dict:
     """
     manifest = read_manifest(directory)
     if manifest is None:
-        raise UserError(
-            f"{directory} has no {MANIFEST_NAME}, so it is not a finished corpus; prepare it first."
-        )
+        raise UserError(f"{directory} has no {MANIFEST_NAME}, so it is not a finished corpus; prepare it first.")
     for split, entry in manifest["splits"].items():
         for suffix in ("bin", "idx"):
             path = Path(directory) / f"{split}.{suffix}"
             if not path.is_file() or file_sha256(path) != entry[f"{suffix}_sha256"]:
-                raise UserError(
-                    f"{path} is missing or differs from {MANIFEST_NAME}; prepare the corpus anew."
-                )
+                raise UserError(f"{path} is missing or differs from {MANIFEST_NAME}; prepare the corpus anew.")
     return manifest
 
 
@@ -182,9 +178,7 @@ def _require_file(prefix: str, suffix: str, manifest: dict | None) -> None:
         return
     other = ".bin" if suffix == ".idx" else ".idx"
     if manifest is not None or Path(prefix + other).is_file():
-        raise UserError(
-            f"Corpus {prefix} lacks its {suffix} file; copy {prefix}{suffix} again or prepare it anew."
-        )
+        raise UserError(f"Corpus {prefix} lacks its {suffix} file; copy {prefix}{suffix} again or prepare it anew.")
     known = (read_manifest(prefix) or read_manifest(Path(prefix).parent) or {}).get("splits", {})
     hint = f" (this corpus has the splits {', '.join(known)})" if known else ""
     raise UserError(
@@ -201,9 +195,7 @@ def _read_index(prefix: str, manifest: dict | None) -> tuple[CorpusInfo, np.dtyp
     with path.open("rb") as file:
         header = file.read(_IDX_HEADER.size)
     if len(header) < _IDX_HEADER.size or not header.startswith(_IDX_MAGIC):
-        raise UserError(
-            f"{path} is not a Megatron index (bad header); copy it again or prepare the corpus anew."
-        )
+        raise UserError(f"{path} is not a Megatron index (bad header); copy it again or prepare the corpus anew.")
     _, version, code, sequences, boundaries = _IDX_HEADER.unpack(header)
     if version != 1 or code not in _DTYPES:
         raise UserError(

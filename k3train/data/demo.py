@@ -27,11 +27,7 @@ def stdlib_files(root: Path | None = None) -> list[Path]:
         UserError: there are none, as in an interpreter whose library is a zip file.
     """
     root = root or Path(sysconfig.get_path("stdlib"))
-    files = [
-        file
-        for file in sorted(root.rglob("*.py"))
-        if not _SKIPPED_DIRECTORIES & {*file.relative_to(root).parts}
-    ]
+    files = [file for file in sorted(root.rglob("*.py")) if not _SKIPPED_DIRECTORIES & {*file.relative_to(root).parts}]
     if not files:
         raise UserError(
             f"No Python source files in {root}, the standard library of {sys.executable}; "

@@ -98,8 +98,7 @@ class PretrainLoader:
     def sample_indices(self, consumed_samples: int) -> list[list[int]]:
         """The samples of each micro-batch of this rank for the step that starts at `consumed_samples`."""
         starts = (
-            consumed_samples
-            + (index * self.data_parallel_size + self.data_parallel_rank) * self.micro_batch_size
+            consumed_samples + (index * self.data_parallel_size + self.data_parallel_rank) * self.micro_batch_size
             for index in range(self.num_microbatches)
         )
         return [list(range(start, start + self.micro_batch_size)) for start in starts]

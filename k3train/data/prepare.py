@@ -5,6 +5,7 @@ every finished shard whose sources, options and tokenizer are unchanged.
 """
 
 import fcntl
+import gc
 import hashlib
 import json
 import multiprocessing
@@ -102,7 +103,8 @@ def prepare_corpus(
         report = merge_reports(result["report"] for result in results)
         manifest = _assemble(partial, work, shards, results)
         if "train" not in manifest["splits"]:
-            raise UserError(f"No training document in {', '.join(inputs[:3])}: {' '.join(report.lines())}")
+            found = " ".join(" ".join(report.lines()).split())
+            raise UserError(f"No training document in {', '.join(inputs[:3])}: {found}")
         manifest |= {
             "options": asdict(options),
             "sources": sources,
@@ -211,9 +213,7 @@ class _Work:
         return process_shard(shard, self.directory, self.cache_dir, self.tokenizer, self.options)
 
 
-def _run(
-    work: _Work, shards: list[Shard], workers: int, on_progress: Callable[[Progress], None] | None
-) -> list[dict]:
+def _run(work: _Work, shards: list[Shard], workers: int, on_progress: Callable[[Progress], None] | None) -> list[dict]:
     """Process all shards that are not done; returns the results in the order of the shards."""
     work.directory.mkdir(exist_ok=True)
     keys = [work.key(shard) for shard in shards]
@@ -225,9 +225,7 @@ def _run(
 
     def show() -> None:
         if on_progress is not None:
-            tokens = sum(
-                counts["tokens"] for result in results.values() for counts in result["splits"].values()
-            )
+            tokens = sum(counts["tokens"] for result in results.values() for counts in result["splits"].values())
             done = sum(shards[index].size for index in results)
             on_progress(Progress(len(results), len(shards), done, sum(s.size for s in shards), tokens))
 
@@ -246,8 +244,10 @@ def _results(work: _Work, shards: list[Shard], todo: list[int], workers: int) ->
         for index in todo:
             yield index, work.process(shards[index])
         return
-    # Not forked: the tokenizer of this process may have threads, which a fork would leave in a locked state.
-    context = multiprocessing.get_context("spawn")
+    # Not forked from this process: its tokenizer may have threads, which a fork would leave in a locked
+    # state. A fork server imports the libraries once for all workers.
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([__name__])
     with ProcessPoolExecutor(workers, context, initializer=_start_worker, initargs=(work,)) as pool:
         futures = {pool.submit(_process_in_worker, shards[index]): index for index in todo}
         try:
@@ -256,8 +256,7 @@ def _results(work: _Work, shards: list[Shard], todo: list[int], workers: int) ->
         except BrokenProcessPool as error:
             raise UserError(
                 "A worker process was killed, most likely for want of memory; finished shards are kept, run "
-                "the same "
-                f"command again with fewer --workers than {workers}."
+                f"the same command again with fewer --workers than {workers}."
             ) from error
         finally:
             pool.shutdown(cancel_futures=True)
@@ -303,10 +302,12 @@ def _assemble(partial: Path, work: _Work, shards: list[Shard], results: list[dic
 def _merge(work: _Work, shards: list[Shard], split: str, prefix: Path) -> dict:
     """Join the shards of one split in their order; returns sizes and hashes."""
     builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=DType.optimal_dtype(work.tokenizer.vocab_size))
+    gc.freeze()  # add_index collects garbage every time, for which the libraries' objects need not be searched
     for shard in shards:
         piece = str(work.directory / f"{work.key(shard)}-{split}")
         if os.path.getsize(piece + ".bin"):
             builder.add_index(piece)
+    gc.unfreeze()
     builder.finalize(f"{prefix}.idx")
     entry = {}
     for suffix in ("bin", "idx"):

@@ -138,9 +138,7 @@ def build_datasets(
     if not valid_samples:
         return train, None
     weights = [weight for _, weight in valid_blend]
-    valid = _build_split(
-        1, valid_infos, weights, tokenizer, seq_length, _VALIDATION_SEED, valid_samples, cache
-    )
+    valid = _build_split(1, valid_infos, weights, tokenizer, seq_length, _VALIDATION_SEED, valid_samples, cache)
     return train, valid
 
 
@@ -167,9 +165,7 @@ def _prepare_cache(cache_dir: str | Path, infos: list[CorpusInfo]) -> Path:
     try:
         cache.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise UserError(
-            f"The index cache {cache} cannot be made ({error.strerror}); give a writable one."
-        ) from error
+        raise UserError(f"The index cache {cache} cannot be made ({error.strerror}); give a writable one.") from error
     if not os.access(cache, os.W_OK):
         raise UserError(f"The index cache {cache} is not writable; give another cache directory.")
     distributed = torch.distributed.is_initialized()

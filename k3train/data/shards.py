@@ -153,8 +153,7 @@ class _ShardWriter:
         self._options = options
         self._dtype = DType.optimal_dtype(tokenizer.vocab_size)
         self._builders = {
-            split: IndexedDatasetBuilder(f"{prefix}.bin", dtype=self._dtype)
-            for split, prefix in prefixes.items()
+            split: IndexedDatasetBuilder(f"{prefix}.bin", dtype=self._dtype) for split, prefix in prefixes.items()
         }
         self._splits = {split: empty_counts() for split in prefixes}
         self._report = Report()

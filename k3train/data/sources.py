@@ -69,9 +69,7 @@ def is_compressed(path: str) -> bool:
     return Path(path).suffix in _OPENERS
 
 
-def find_sources(
-    inputs: list[str], file_format: str | None, dataset_split: str | None
-) -> list[tuple[str, str]]:
+def find_sources(inputs: list[str], file_format: str | None, dataset_split: str | None) -> list[tuple[str, str]]:
     """(path, kind) of every file that `inputs` name, sorted within each input, each once.
 
     Args:
@@ -102,15 +100,9 @@ def find_sources(
                 )
             found.update(kinds)
         else:
-            matches = (
-                [given]
-                if path.is_file()
-                else sorted(filter(os.path.isfile, glob.glob(given, recursive=True)))
-            )
+            matches = [given] if path.is_file() else sorted(filter(os.path.isfile, glob.glob(given, recursive=True)))
             if not matches:
-                raise UserError(
-                    f"Input {given} is no file, directory or pattern that matches a file; correct it."
-                )
+                raise UserError(f"Input {given} is no file, directory or pattern that matches a file; correct it.")
             for match in matches:
                 kind = file_format or _format_of(Path(match))
                 if kind is None:

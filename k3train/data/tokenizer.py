@@ -255,9 +255,7 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
     config = _read_json(config_file) if config_file.is_file() else {}
     # A Hugging Face config gives a special token as its text or as {"content": text, ...}.
     roles = {
-        role: value["content"] if isinstance(value, dict) else value
-        for role in _ROLES
-        if (value := config.get(role))
+        role: value["content"] if isinstance(value, dict) else value for role in _ROLES if (value := config.get(role))
     }
     if not roles:
         known = {token.get("content") for token in spec.get("added_tokens", [])}
@@ -281,9 +279,7 @@ def _read_json(file: Path) -> dict:
     except (ValueError, OSError) as error:
         raise UserError(f"{file} is not readable JSON ({error}); restore it from its source.") from error
     if not isinstance(content, dict):
-        raise UserError(
-            f"{file} holds a JSON {type(content).__name__}, not an object; restore it from its source."
-        )
+        raise UserError(f"{file} holds a JSON {type(content).__name__}, not an object; restore it from its source.")
     return content
 
 

@@ -158,6 +158,23 @@ def test_rewritten_corpus_and_broken_cache_are_noticed(tokenizer: Tokenizer, tmp
     assert all(token >= 100 or token == tokenizer.eod for sample in tokens() for token in sample)
 
 
+def test_process_group_changes_nothing(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    write(tmp_path / "train", numbered(30, tokenizer.eod))
+    write(tmp_path / "valid", numbered(30, tokenizer.eod))
+    blend = [(tmp_path / "train", 1), (tmp_path / "valid", 1)]
+
+    def tokens(cache: str) -> list[list[list[int]]]:
+        sets = build_datasets(blend, tokenizer, 8, 0, 20, 5, cache_dir=tmp_path / cache)
+        return [[sample["tokens"].tolist() for sample in samples_of(part)] for part in sets]
+
+    alone = tokens("a")
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/rendezvous", rank=0, world_size=1)
+    try:
+        assert tokens("b") == alone
+    finally:
+        torch.distributed.destroy_process_group()
+
+
 def test_bad_input_is_refused_before_anything_is_built(tokenizer: Tokenizer, tmp_path: Path) -> None:
     prefix = write(tmp_path / "train", numbered(5, tokenizer.eod))
     cases = [
