@@ -62,19 +62,20 @@ def naive_kda(
     scale = key_dim**-0.5 if scale is None else scale
     # Sequences one after the other, [B * T, ...]: a batch is as many documents of equal length.
     bounds = document_bounds(cu_seqlens, batch, seq_length)
-    flat_q, flat_k, flat_v, flat_g, flat_beta = (t.to(dtype).flatten(0, 1) for t in (q, k, v, g, beta))
+    # One tensor a token: indexing the whole in the loop would make every token's backward as long as the sequence.
+    tokens = list(zip(*(x.to(dtype).flatten(0, 1).unbind(0) for x in (q.to(dtype) * scale, k, v, g, beta))))
     outputs, finals = [], []
     for document, (start, end) in enumerate(bounds):
         if initial_state is None:
-            state = flat_v.new_zeros(heads, key_dim, value_dim)
+            state = v.new_zeros(heads, key_dim, value_dim, dtype=dtype)
         else:
             state = initial_state[document].to(dtype)
-        for t in range(start, end):
-            out, state = recurrent_step(state, flat_q[t] * scale, flat_k[t], flat_v[t], flat_g[t], flat_beta[t])
+        for token in tokens[start:end]:
+            out, state = recurrent_step(state, *token)
             outputs.append(out)
         finals.append(state)
-    o = torch.stack(outputs) if outputs else flat_v.new_zeros(0, heads, value_dim)
+    o = torch.stack(outputs) if outputs else v.new_zeros(0, heads, value_dim, dtype=dtype)
     o = o.reshape(batch, seq_length, heads, value_dim).to(v.dtype)
     if not output_final_state:
         return o, None
-    return o, torch.stack(finals) if finals else flat_v.new_zeros(0, heads, key_dim, value_dim)
+    return o, torch.stack(finals) if finals else v.new_zeros(0, heads, key_dim, value_dim, dtype=dtype)
