@@ -39,7 +39,7 @@ class _Chunks(NamedTuple):
     k: Tensor  # [M, C, K]
     v: Tensor  # [M, C, V]
     beta: Tensor  # [M, C, 1]
-    G: Tensor  # [M, C, K] cumulative log-decay
+    G: Tensor | None  # [M, C, K] cumulative log-decay, fp64; only for decays without a floor
     decay: Tensor  # [M, C, K] exp(G + shift)
     tail: Tensor  # [M, C, K] exp(G_C - G)
     rows: Tensor  # [M, 2, C, K] scale * q * decay, and beta * k * decay
@@ -52,16 +52,16 @@ class _Chunks(NamedTuple):
 
 def _prepare(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, scale: float, shift: float | None
-) -> tuple[Tensor, ...]:
+) -> tuple[Tensor | None, ...]:
     """All that does not need the state: the fields of ``_Chunks`` from ``G`` to ``WU``.
 
     ``shift`` is the constant anchor of the exponents, or None for decays without a floor.
     """
     chunk, key_dim = k.shape[1:]
-    G = g.cumsum(dim=1)
-    decay = (G + shift).exp_() if shift is not None else G.exp()
     rows = q.new_empty(q.shape[0], 2, chunk, key_dim)
     if shift is not None:
+        G = None
+        decay = g.cumsum(dim=1).add_(shift).exp_()
         torch.mul(q, decay, out=rows[:, 0]).mul_(scale)
         torch.mul(k, decay, out=rows[:, 1]).mul_(beta)
         cols = k / decay
@@ -69,11 +69,14 @@ def _prepare(
         tail = decay[:, -1:] / decay
         unshift = math.exp(-shift)
     else:
+        # A sum in the thousands would leave fp32 no digits for the small decays after a large one.
+        G = g.cumsum(dim=1, dtype=torch.float64)
+        decay = G.exp().to(g.dtype)
         torch.mul(q, scale, out=rows[:, 0])
         torch.mul(k, beta, out=rows[:, 1])
         scores = halving_scores(rows, k, G)
         rows *= decay.unsqueeze(1)
-        tail = (G[:, -1:] - G).exp_()
+        tail = (G[:, -1:] - G).to(g.dtype).exp_()
         unshift = 1.0
     P = scores[:, 0].tril()
     # Only the part under the diagonal is read.
@@ -183,17 +186,21 @@ def _inputs_backward(
     grad_right = torch.bmm(inverse.transpose(1, 2), grad_WU)
     grad_scores = rows.new_empty(rows.shape[0], 2, chunk, chunk)
     grad_scores[:, 0] = torch.bmm(grad_o, new.transpose(1, 2)).tril_()
+    # No decay lies between a token and itself. Left in, the diagonal would cancel out of the gates' gradient only
+    # to rounding, which is much where the decay is strong; so it is taken apart.
+    diagonal = grad_scores[:, 0].diagonal(dim1=1, dim2=2).unsqueeze(-1).clone()
+    grad_scores[:, 0].diagonal(dim1=1, dim2=2).zero_()
     # From X = (I + N)^-1: dN = -X^T dX X^T, and here dX X^T = d[W|U] [W|U]^T.
     grad_scores[:, 1] = torch.bmm(grad_right, WU.transpose(1, 2)).neg_().tril_(-1)
     grad_rows = torch.stack([through_state[:, :chunk], grad_right[..., :key_dim]], dim=1)
-    grad_G = None
     if shift is None:
         grad_rows *= decay.unsqueeze(1)
         plain = torch.stack([q * scale, k * beta], dim=1)
-        from_scores, grad_k, grad_G = halving_scores_backward(grad_scores, plain, k, G)
-        grad_G.addcmul_(plain[:, 0], grad_rows[:, 0]).addcmul_(plain[:, 1], grad_rows[:, 1])
+        grad_G = (plain * grad_rows).sum(dim=1)
+        from_scores, grad_k, grad_g = halving_scores_backward(grad_scores, plain, k, G)
         grad_rows += from_scores
     else:
+        grad_g = torch.zeros_like(k)
         flat = grad_scores.flatten(1, 2)
         cols = k / decay
         grad_rows = torch.baddbmm(grad_rows.flatten(1, 2), flat, cols, beta=unshift).view(rows.shape)
@@ -203,14 +210,15 @@ def _inputs_backward(
         grad_G.addcmul_(q, grad_rows[:, 0], value=scale).addcmul_(k * beta, grad_rows[:, 1])
     through_tail = torch.bmm(new, grad_after.transpose(1, 2)).mul_(tail)
     grad_k += through_tail
-    grad_k.addcmul_(grad_rows[:, 1], beta)
-    through_tail *= k
-    grad_G -= through_tail
-    last_decay = decay[:, -1] * unshift
-    grad_G[:, -1] += through_tail.sum(dim=1) + last_decay * (states * grad_after).sum(dim=-1)
-    grad_g = grad_G.flip(1).cumsum(dim=1).flip(1)
+    grad_k.addcmul_(grad_rows[:, 1], beta).addcmul_(diagonal, q, value=scale)
+    grad_q = grad_rows[:, 0].addcmul_(diagonal, k)
+    grad_q *= scale
+    # A gate acts on what its token and the later ones read, and on what the earlier ones left to the next chunk.
+    grad_g += grad_G.flip(1).cumsum(dim=1).flip(1)
+    grad_g[:, 1:] += through_tail.mul_(k)[:, :-1].cumsum(dim=1)
+    grad_g += (decay[:, -1] * unshift * (states * grad_after).sum(dim=-1)).unsqueeze(1)
     grad_beta = (k * grad_rows[:, 1]).sum(dim=-1) + (v * grad_right[..., key_dim:]).sum(dim=-1)
-    return grad_rows[:, 0] * scale, grad_k, grad_right[..., key_dim:] * beta, grad_g, grad_beta
+    return grad_q, grad_k, grad_right[..., key_dim:] * beta, grad_g, grad_beta
 
 
 class _ChunkKda(torch.autograd.Function):

@@ -29,8 +29,8 @@ def _levels(rows: Tensor, cols: Tensor, G: Tensor) -> Iterator[tuple[int, Tensor
         blocks = chunk // (2 * half)
         halves = G.view(batch, blocks, 2, half, key_dim)
         anchor = halves[:, :, 0, -1:]
-        row_factor = (halves[:, :, 1] - anchor).exp_()
-        col_factor = (anchor - halves[:, :, 0]).exp_()
+        row_factor = (halves[:, :, 1] - anchor).to(rows.dtype).exp_()
+        col_factor = (anchor - halves[:, :, 0]).to(rows.dtype).exp_()
         later = rows.view(batch, 2, blocks, 2, half, key_dim)[:, :, :, 1].transpose(1, 2)
         earlier = cols.view(batch, blocks, 2, half, key_dim)[:, :, 0]
         yield half, later * row_factor.unsqueeze(2), earlier * col_factor, row_factor, col_factor
@@ -43,7 +43,7 @@ def halving_scores(rows: Tensor, cols: Tensor, G: Tensor) -> Tensor:
     Args:
         rows: [N, 2, C, K], queries and keys; C is a power of 2.
         cols: [N, C, K].
-        G: [N, C, K], cumulative log-decay, never increasing along C, without bound.
+        G: [N, C, K], cumulative log-decay in fp64, never increasing along C, without bound.
 
     Returns:
         [N, 2, C, C].
@@ -60,15 +60,14 @@ def halving_scores(rows: Tensor, cols: Tensor, G: Tensor) -> Tensor:
 def halving_scores_backward(
     grad_scores: Tensor, rows: Tensor, cols: Tensor, G: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of ``rows``, ``cols`` and ``G``; ``grad_scores`` [N, 2, C, C] is 0 above the diagonal.
+    """Gradients of ``rows``, ``cols`` and the log-decays (not of ``G``) through the scores under the diagonal.
 
-    The anchors cancel in exact arithmetic, so they get no gradient.
+    ``grad_scores`` is [N, 2, C, C]; its diagonal is not read: no decay acts there, and its gradient is the caller's.
+    Every gate gets the sum over exactly the pairs it stands between, so a strong decay's small gradient is no
+    difference of large numbers.
     """
     batch, _, chunk, key_dim = rows.shape
-    diagonal = grad_scores.diagonal(dim1=2, dim2=3).unsqueeze(-1)
-    grad_rows = diagonal * cols.unsqueeze(1)
-    grad_cols = (diagonal * rows).sum(dim=1)
-    grad_G = torch.zeros_like(G)
+    grad_rows, grad_cols, grad_g = torch.zeros_like(rows), torch.zeros_like(cols), torch.zeros_like(cols)
     for half, later, earlier, row_factor, col_factor in _levels(rows, cols, G):
         blocks = chunk // (2 * half)
         grad_tiles = _off_diagonal(grad_scores, half).flatten(2, 3)
@@ -77,7 +76,7 @@ def halving_scores_backward(
         rows_view = grad_rows.view(batch, 2, blocks, 2, half, key_dim)[:, :, :, 1].transpose(1, 2)
         rows_view.addcmul_(grad_later, row_factor.unsqueeze(2))
         grad_cols.view(batch, blocks, 2, half, key_dim)[:, :, 0].addcmul_(grad_earlier, col_factor)
-        halves = grad_G.view(batch, blocks, 2, half, key_dim)
-        halves[:, :, 1].add_((later * grad_later).sum(dim=2))
-        halves[:, :, 0].addcmul_(earlier, grad_earlier, value=-1)
-    return grad_rows, grad_cols, grad_G
+        halves = grad_g.view(batch, blocks, 2, half, key_dim)
+        halves[:, :, 1] += (later * grad_later).sum(dim=2).flip(2).cumsum(dim=2).flip(2)
+        halves[:, :, 0, 1:] += (earlier * grad_earlier).cumsum(dim=2)[:, :, :-1]
+    return grad_rows, grad_cols, grad_g
