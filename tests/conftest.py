@@ -1,0 +1,41 @@
+"""What all tests share: no network, no W&B account, cheap tests first, and a pool of ranks."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+TESTS = Path(__file__).parent
+ORDER = ("unit", "kernels", "parity", "recipes", "slurm", "distributed")
+
+# Before any test module imports a library that reads them; ranks and programs that tests start inherit them.
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["WANDB_MODE"] = "offline" if os.environ.get("WANDB_MODE") == "offline" else "disabled"
+for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+    os.environ.pop(name, None)
+
+sys.path.insert(0, str(TESTS / "distributed"))
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Quick folders first, so that a plain mistake shows in seconds."""
+
+    def position(item: pytest.Item) -> int:
+        folder = item.path.relative_to(TESTS).parts[0]
+        return ORDER.index(folder) if folder in ORDER else len(ORDER)
+
+    items.sort(key=position)
+
+
+@pytest.fixture(scope="session")
+def pool() -> Iterator[object]:
+    """Gloo ranks that all tests share: `pool.run(fn, world_size, *args)` (see distributed/pool.py)."""
+    from pool import WorkerPool
+
+    workers = WorkerPool()
+    yield workers
+    workers.close()
