@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator
 
 import torch
 from megatron.core import tensor_parallel
@@ -17,6 +18,13 @@ from k3train.parallel import payload
 from k3train.parallel.stages import StageContents
 
 LayerStates = dict[int, dict[str, torch.Tensor]]
+
+
+class NumberedLayers(torch.nn.ModuleDict):
+    """Layers under their global numbers; iterating gives the layers, as Megatron-Core's schedules expect."""
+
+    def __iter__(self) -> Iterator[torch.nn.Module]:
+        return iter(self._modules.values())
 
 
 class K3Block(MegatronModule):
@@ -34,7 +42,7 @@ class K3Block(MegatronModule):
         self.summaries_received = payload.num_summaries_before(
             contents.layers[0] if contents.layers else model.num_layers, residual.block_size, residual.enabled
         )
-        self.layers = torch.nn.ModuleDict(
+        self.layers = NumberedLayers(
             {
                 str(index): K3Layer(
                     config,
@@ -70,3 +78,14 @@ class K3Block(MegatronModule):
         if not self.is_last:
             return payload.pack(bank, partial)
         return partial if self.output_residual is None else self.output_residual([*bank, partial])
+
+    def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None) -> dict:
+        """Sharded tensors of the layers under their global numbers, and of the output parts."""
+        state: dict = {}
+        for key, layer in self.layers.items():
+            state.update(layer.sharded_state_dict(f"{prefix}layers.{key}.", sharded_offsets, metadata))
+        for name in ("output_residual", "final_norm"):
+            part = getattr(self, name, None)
+            if part is not None:
+                state.update(part.sharded_state_dict(f"{prefix}{name}.", sharded_offsets, metadata))
+        return state

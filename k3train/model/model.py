@@ -6,8 +6,10 @@ from dataclasses import dataclass
 
 import torch
 from megatron.core import tensor_parallel
+from megatron.core.enums import ModelType
 from megatron.core.models.common.language_module.language_module import LanguageModule
 from megatron.core.tensor_parallel import VocabParallelEmbedding
+from megatron.core.transformer.module import MegatronModule
 
 from k3train.errors import UserError
 from k3train.model.block import K3Block, LayerStates
@@ -56,6 +58,7 @@ class K3Model(LanguageModule):
                 "(L), which needs the head; end the last stage with 'mL'"
             )
         self.vp_stage = vp_stage
+        self.model_type = ModelType.encoder_or_decoder
         self.pre_process, self.post_process, self.mtp_process = contents.embedding, contents.head, contents.mtp
         self.share_embeddings_and_output_weights = False
         self.input_tensor: torch.Tensor | None = None
@@ -135,3 +138,13 @@ class K3Model(LanguageModule):
             rows = torch.arange(start, start + logits.shape[-1], device=logits.device)
             logits = logits.masked_fill(rows >= self.vocab_size, torch.finfo(logits.dtype).min)
         return logits
+
+    def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None) -> dict:
+        """Sharded tensors of this stage; a second copy of the embedding is stored as a replica of the first."""
+        # Past LanguageModule's own version, which looks for Megatron-Core's embedding module.
+        state = MegatronModule.sharded_state_dict(self, prefix, sharded_offsets, metadata)
+        key = f"{prefix}embedding.weight"
+        if key in state and not self.pre_process:
+            pipeline_replica, *others = state[key].replica_id
+            state[key].replica_id = (pipeline_replica + 1, *others)
+        return state

@@ -1,4 +1,4 @@
-"""RMSNorm with the published convention (normalise in fp32, cast back, then weight), marked for sequence parallelism."""
+"""RMSNorm with the published convention (normalise in fp32, cast back, then weight)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The K3 router: sigmoid scores, a selection bias, and Quantile Balancing (report section 2.3.3, appendices C and D)."""
+"""The K3 router: sigmoid scores, a selection bias, and Quantile Balancing (report section 2.3.3, App. C-D)."""
 
 from __future__ import annotations
 

@@ -2,7 +2,8 @@
 
 Megatron-Core 0.19 takes CUDA for granted in a few spots: it asks for the current device, makes streams and events,
 allocates scalars with ``device="cuda"``, compares ``Tensor.type()`` with ``"torch.cuda.*"`` names, keeps its random
-number states on the GPU and turns split sizes into numpy arrays only when they come from a GPU. `install` answers
+number states on the GPU, turns split sizes into numpy arrays only when they come from a GPU, and compiles helpers with
+``torch.compile``. `install` answers
 each of these for the CPU. It does nothing on a machine where CUDA is used, and is idempotent.
 """
 
@@ -11,6 +12,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
+import os
+import sys
 import types
 from typing import Any
 
@@ -139,11 +142,19 @@ def _patch_megatron() -> None:
         importlib.import_module(name).torch = proxy
 
 
+def _run_eagerly() -> None:
+    """Megatron-Core compiles small functions at their first call; on a CPU that costs more than it ever gives back."""
+    os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
+    if "torch._dynamo" in sys.modules:
+        sys.modules["torch._dynamo"].config.disable = True
+
+
 def install() -> None:
     """Adapt torch and Megatron-Core to the CPU, once. Call before any Megatron module is built."""
     global _installed
     if _installed:
         return
+    _run_eagerly()
     _patch_torch_cuda()
     _patch_tensor_methods()
     _patch_megatron()

@@ -1,0 +1,113 @@
+"""The folder of checkpoints of a run: names, the commit marker, the newest one, pruning.
+
+A checkpoint is written as `step_00000100.partial` and renamed to `step_00000100` once everything, the marker
+`checkpoint.json` last, is on the disk. What has no marker does not count.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+from k3train.errors import UserError
+
+MARKER = "checkpoint.json"
+FORMAT_VERSION = 1
+_NAME = re.compile(r"step_(\d{8,})")
+
+
+def directory_of(root: Path, step: int) -> Path:
+    """Where the checkpoint after `step` completed steps lies."""
+    return root / f"step_{step:08d}"
+
+
+def partial_of(root: Path, step: int) -> Path:
+    """Where that checkpoint lies while it is being written."""
+    return root / f"step_{step:08d}.partial"
+
+
+def committed(root: Path) -> list[tuple[int, Path]]:
+    """(step, directory) of every committed checkpoint under `root`, oldest first."""
+    found = []
+    for path in root.iterdir() if root.is_dir() else ():
+        match = _NAME.fullmatch(path.name)
+        if match and (path / MARKER).is_file():
+            found.append((int(match.group(1)), path))
+    return sorted(found)
+
+
+def commit(root: Path, step: int, marker: dict[str, Any]) -> Path:
+    """Write the marker and give the finished checkpoint its name; both are synced to the disk. On one rank."""
+    partial, final = partial_of(root, step), directory_of(root, step)
+    marker_path = partial / MARKER
+    with marker_path.open("w", encoding="utf-8") as file:
+        json.dump({"format_version": FORMAT_VERSION, **marker}, file, indent=1)
+        file.flush()
+        os.fsync(file.fileno())
+    _sync(partial)
+    if final.exists():
+        shutil.rmtree(final)
+    partial.rename(final)
+    _sync(root)
+    return final
+
+
+def _sync(directory: Path) -> None:
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def prune(root: Path, keep_last: int) -> list[Path]:
+    """Remove all but the newest `keep_last` committed checkpoints (0 keeps all), and abandoned partial ones."""
+    doomed = [path for _, path in committed(root)[:-keep_last]] if keep_last > 0 else []
+    doomed += [path for path in root.glob("step_*.partial") if path.is_dir()]
+    for path in doomed:
+        shutil.rmtree(path)
+    return doomed
+
+
+def resolve(path: str | Path) -> Path:
+    """A committed checkpoint from a checkpoint directory, a folder of them, or a run directory (the newest one).
+
+    Raises:
+        UserError: there is none there.
+    """
+    path = Path(path)
+    if (path / MARKER).is_file():
+        return path
+    for root in (path, path / "checkpoints"):
+        found = committed(root)
+        if found:
+            return found[-1][1]
+    if not path.exists():
+        raise UserError(f"{path} does not exist; give a checkpoint, a folder of checkpoints or a run directory")
+    raise UserError(
+        f"{path} is not a checkpoint: it has no {MARKER} and no step_*/{MARKER} below it; "
+        "give a checkpoint, a folder of checkpoints or a run directory"
+    )
+
+
+def read_marker(path: Path) -> dict[str, Any]:
+    """The marker of a committed checkpoint.
+
+    Raises:
+        UserError: it cannot be read, or a newer version wrote it.
+    """
+    file = path / MARKER
+    try:
+        marker = json.loads(file.read_text(encoding="utf-8"))
+        version = marker["format_version"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UserError(f"{file} cannot be read ({error}); use another checkpoint of the run") from error
+    if version > FORMAT_VERSION:
+        raise UserError(
+            f"{path} was written in checkpoint format {version}, this k3train reads up to {FORMAT_VERSION}; update it"
+        )
+    return marker

@@ -1,0 +1,145 @@
+"""Saving and loading through `megatron.core.dist_checkpointing`. Every rank takes part in every call."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import dist_checkpointing, parallel_state
+from megatron.core.dist_checkpointing.core import CheckpointingException
+from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+
+from k3train.checkpoint import directory
+from k3train.errors import UserError
+from k3train.train.state import TrainState
+
+
+def _metadata() -> dict[str, Any]:
+    # Optimizer state in the parameters' own shapes, so that every parallel size may differ at the next start.
+    return {
+        "distrib_optim_sharding_type": "fully_reshardable",
+        "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
+    }
+
+
+def _model_state(models: list[torch.nn.Module]) -> dict[str, Any]:
+    chunks = [model.module if hasattr(model, "module") else model for model in models]
+    return {f"model{i}": chunk.sharded_state_dict(metadata=_metadata()) for i, chunk in enumerate(chunks)}
+
+
+def _everything(
+    models: list[torch.nn.Module],
+    optimizer: MegatronOptimizer,
+    schedule: OptimizerParamScheduler,
+    *,
+    is_loading: bool,
+) -> dict[str, Any]:
+    state = _model_state(models)
+    optimizer_state = optimizer.sharded_state_dict(state, is_loading=is_loading, metadata=_metadata())
+    return {**state, "optimizer": optimizer_state, "schedule": schedule.state_dict()}
+
+
+def save(
+    root: Path,
+    state: TrainState,
+    models: list[torch.nn.Module],
+    optimizer: MegatronOptimizer,
+    schedule: OptimizerParamScheduler,
+    *,
+    config: dict[str, Any],
+    run_id: str | None,
+    keep_last: int,
+) -> Path:
+    """Write and commit the checkpoint of `state.step` completed steps; then prune older ones. Returns its directory.
+
+    Raises:
+        UserError: it cannot be written; older checkpoints are left as they were.
+    """
+    partial = directory.partial_of(root, state.step)
+    _on_first_rank(lambda: _fresh(partial), f"The checkpoint directory {partial} cannot be made")
+    everything = _everything(models, optimizer, schedule, is_loading=False)
+    dist_checkpointing.save(everything, str(partial), async_strategy="mcore")
+    marker = {"state": state.to_dict(), "config": config, "wandb_run_id": run_id, "versions": versions()}
+
+    def commit() -> None:
+        directory.commit(root, state.step, marker)
+        directory.prune(root, keep_last)
+
+    _on_first_rank(commit, f"The checkpoint in {partial} cannot be committed")
+    return directory.directory_of(root, state.step)
+
+
+def _fresh(path: Path) -> None:
+    if path.exists():
+        shutil.rmtree(path)
+    path.mkdir(parents=True)
+
+
+def _on_first_rank(action: Any, failure: str) -> None:
+    """Run `action` on rank 0 and raise its failure on every rank."""
+    box: list[str | None] = [None]
+    if dist.get_rank() == 0:
+        try:
+            action()
+        except OSError as error:
+            box[0] = f"{failure} ({error}); free space or rights there, or choose another run.dir"
+    dist.broadcast_object_list(box, src=0)
+    if box[0] is not None:
+        raise UserError(box[0])
+
+
+def _load(state: dict[str, Any], path: Path) -> dict[str, Any]:
+    try:
+        return dist_checkpointing.load(state, str(path))
+    except (CheckpointingException, OSError, RuntimeError, ValueError, KeyError) as error:
+        reason = str(error).strip().splitlines()
+        raise UserError(
+            f"The checkpoint {path} cannot be loaded ({type(error).__name__}: {reason[0] if reason else 'no reason'}); "
+            "it is damaged or belongs to another model: choose another with checkpoint.load or --checkpoint"
+        ) from error
+
+
+def load(
+    path: Path,
+    models: list[torch.nn.Module],
+    optimizer: MegatronOptimizer,
+    schedule: OptimizerParamScheduler,
+) -> TrainState:
+    """Continue from a committed checkpoint, whatever layout wrote it.
+
+    Raises:
+        UserError: it is damaged or belongs to another model.
+    """
+    marker = directory.read_marker(path)
+    loaded = _load(_everything(models, optimizer, schedule, is_loading=True), path)
+    _load_model_state(models, loaded)
+    optimizer.load_state_dict(loaded["optimizer"])
+    schedule.load_state_dict(loaded["schedule"])
+    return TrainState(**marker["state"])
+
+
+def load_model(path: Path, models: list[torch.nn.Module]) -> None:
+    """Only the weights and router biases of a committed checkpoint, into any layout.
+
+    Raises:
+        UserError: it is damaged or belongs to another model.
+    """
+    _load_model_state(models, _load(_model_state(models), path))
+
+
+def _load_model_state(models: list[torch.nn.Module], loaded: dict[str, Any]) -> None:
+    for index, model in enumerate(models):
+        chunk = model.module if hasattr(model, "module") else model
+        chunk.load_state_dict(loaded[f"model{index}"])
+
+
+def versions() -> dict[str, str]:
+    """The code and libraries that wrote a checkpoint."""
+    from importlib.metadata import version
+
+    names = ("k3train", "torch", "megatron-core")
+    return {name: version(name) for name in names}

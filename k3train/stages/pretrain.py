@@ -1,0 +1,87 @@
+"""Pretraining: next-token prediction on packed documents, optionally with multi-token prediction."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from megatron.core import parallel_state
+
+from k3train.config.schema import RecipeConfig
+from k3train.data.corpus import bytes_per_token, read_manifest
+from k3train.data.loader import PretrainLoader
+from k3train.data.pretrain import build_datasets
+from k3train.data.tokenizer import load_tokenizer
+from k3train.errors import UserError
+from k3train.model.model import TokenLosses
+from k3train.train.stage import Batch
+
+
+class PretrainStage:
+    """Blended corpora read through Megatron-Core's data sets, and the cross-entropy of the next token."""
+
+    def __init__(self, config: RecipeConfig) -> None:
+        """Check and index the corpora. Every rank calls this once the process groups stand.
+
+        Raises:
+            UserError: a corpus or the tokenizer is missing, damaged, or does not belong to the model.
+        """
+        train, data = config.train, config.data
+        self.config = config
+        tokenizer = load_tokenizer(data.tokenizer)
+        if tokenizer.vocab_size > config.model.vocab_size:
+            raise UserError(
+                f"data.tokenizer={data.tokenizer} has {tokenizer.vocab_size} tokens, model.vocab_size="
+                f"{config.model.vocab_size} has no row for some; set model.vocab_size={tokenizer.vocab_size}"
+            )
+        valid = [(c.path, c.weight) for c in data.valid]
+        self._train_set, self._valid_set = build_datasets(
+            [(c.path, c.weight) for c in data.train],
+            tokenizer,
+            train.seq_length,
+            train.seed,
+            train_samples=train.steps * train.global_batch_size,
+            valid_samples=train.eval_samples,
+            valid_blend=valid,
+            cache_dir=data.cache_dir or Path(config.run.dir) / "index_cache",
+        )
+        held_out = data.valid or data.train
+        single = held_out[0].path if len(held_out) == 1 else None
+        has_manifest = single is not None and read_manifest(Path(single).parent) is not None
+        self.bytes_per_token = bytes_per_token(single) if has_manifest else None
+        self._held_out: list[Batch] | None = None
+
+    def training_steps(self, consumed_samples: int) -> Iterator[list[Batch]]:
+        return iter(self._loader(self._train_set, self.config.train.global_batch_size, consumed_samples))
+
+    def held_out(self) -> list[Batch] | None:
+        if self._valid_set is None:
+            return None
+        if self._held_out is None:
+            self._held_out = next(iter(self._loader(self._valid_set, self.config.train.eval_samples, 0)))
+        return self._held_out
+
+    def _loader(self, dataset: torch.utils.data.Dataset, batch_size: int, consumed: int) -> PretrainLoader:
+        return PretrainLoader(
+            dataset,
+            self.config.train.micro_batch_size,
+            batch_size,
+            parallel_state.get_data_parallel_rank(),
+            parallel_state.get_data_parallel_world_size(),
+            consumed_samples=consumed,
+            seed=self.config.train.seed,
+            num_workers=self.config.data.num_workers if dataset is self._train_set else 0,
+        )
+
+    def loss(self, losses: TokenLosses) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
+        """Cross-entropy summed over the tokens that count, plus the weighted loss of the token after the next."""
+        mask = losses.loss_mask
+        total = (losses.loss * mask).sum()
+        tokens = mask.sum()
+        report = {"loss": torch.stack([total.detach(), tokens])}
+        if losses.mtp_loss is not None:
+            ahead = (losses.mtp_loss * losses.mtp_mask).sum()
+            report["mtp_loss"] = torch.stack([ahead.detach(), losses.mtp_mask.sum()])
+            total = total + self.config.model.mtp.loss_weight * ahead
+        return total, tokens.to(torch.int), report

@@ -1,0 +1,165 @@
+"""The training loop. It drives a stage's data through the model and knows nothing of what the stage is for."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from k3train.checkpoint import store
+from k3train.config.schema import RecipeConfig
+from k3train.errors import UserError
+from k3train.model.build import build_chunks, start_model_parallel
+from k3train.optim.build import build_optimizer, build_schedule, wrap_data_parallel
+from k3train.parallel.balance import update_router_bias
+from k3train.platform import Platform
+from k3train.telemetry.telemetry import Telemetry
+from k3train.telemetry.timers import PhaseTimers
+from k3train.train import startup
+from k3train.train.metrics import Throughput, balance_metrics, gather_balance, memory_bytes, paths_taken
+from k3train.train.signals import StopFlag, exit_code
+from k3train.train.stage import Batch, Stage
+from k3train.train.step import StepRunner
+
+
+def run_training(config: RecipeConfig, make_stage: Callable[[RecipeConfig], Stage], here: Platform) -> int:
+    """Train to `config.train.steps`; returns the exit code (0, or 128 + signal where a signal ended the run).
+
+    Raises:
+        UserError: the data, the run directory or a checkpoint is not usable.
+    """
+    flag = StopFlag()
+    flag.install()
+    try:
+        start_model_parallel(config.parallel)
+        run_dir = startup.claim_run_directory(config)
+        stage = make_stage(config)
+        return Trainer(config, stage, here, run_dir, flag).run()
+    finally:
+        flag.restore()
+
+
+class Trainer:
+    """Model, optimizer, counters and telemetry of one run on one rank."""
+
+    def __init__(self, config: RecipeConfig, stage: Stage, here: Platform, run_dir: Path, flag: StopFlag) -> None:
+        self.config, self.stage, self.here, self.run_dir, self.flag = config, stage, here, run_dir, flag
+        chunks, transformer_config = build_chunks(config, here.device)
+        self.models = wrap_data_parallel(chunks, transformer_config, config.parallel)
+        self.optimizer = build_optimizer(config.optim, self.models, config.parallel, config.train.precision)
+        self.schedule = build_schedule(config.optim, self.optimizer, config.train.steps)
+        self.state, self.origin = startup.restore(config, run_dir, self.models, self.optimizer, self.schedule)
+        self.runner = StepRunner(self.models, transformer_config, config.train, stage, here.device)
+        self.timers = PhaseTimers(here.device)
+        self.throughput = Throughput.of(config, here)
+        self.paths = paths_taken(config, here)
+        self.telemetry: Telemetry = startup.open_telemetry(config, run_dir, here, self.state)
+        self.flag_raised = 0  # the stop signal that all ranks agreed on after the last step
+        self.last_saved = self.state.step if self.state.step else -1
+
+    def run(self) -> int:
+        """The loop."""
+        train = self.config.train
+        startup.tell_start(self.telemetry, self.config, self.here, self.models, self.state, self.origin, self.paths)
+        status = "failed"
+        try:
+            if self.state.step == 0:
+                self._evaluate()
+            steps = self.stage.training_steps(self.state.consumed_samples)
+            while self.state.step < train.steps and not self.flag_raised:
+                self._step(next(steps))
+                done = self.state.step
+                if self._due(train.eval_interval):
+                    self._evaluate()
+                if self._due(self.config.checkpoint.interval) or done == train.steps or self.flag_raised:
+                    self._save()
+            status = "interrupted" if self.flag_raised else "finished"
+            return exit_code(self.flag_raised) if self.flag_raised else 0
+        finally:
+            pictures = self.telemetry.finish(status)
+            if status == "finished":
+                startup.tell_end(self.run_dir, self.here, pictures)
+
+    def _due(self, interval: int) -> bool:
+        at_end = self.state.step == self.config.train.steps
+        return at_end or (interval > 0 and self.state.step % interval == 0)
+
+    def _step(self, batches: list[Batch]) -> None:
+        started = time.perf_counter()
+        train = self.config.train
+        with self.timers.phase("forward_backward"):
+            reports = self.runner.forward_backward(batches)
+        with self.timers.phase("balance"):
+            balance = gather_balance(update_router_bias(self.models), self.config, self.here.device)
+        with self.timers.phase("optimizer"):
+            self.schedule.step(increment=1)
+            updated, grad_norm, _ = self.optimizer.step()
+            self.optimizer.zero_grad()
+        self.state.advance(train.global_batch_size, train.seq_length)
+        self._check_finite(reports["loss"], grad_norm, updated)
+        peak_memory = self._agree()
+        metrics = {
+            "step": self.state.step,
+            "tokens": self.state.tokens,
+            **reports,
+            "grad_norm": float(grad_norm),
+            "lr": max(float(group["lr"]) for group in self.optimizer.param_groups),
+            **self.throughput.metrics(time.perf_counter() - started),
+            "memory_bytes": peak_memory,
+            "paths": self.paths,
+            "timings": self.timers.collect(),
+        }
+        interval = train.log_expert_load_interval
+        metrics.update(balance_metrics(balance, with_load=interval > 0 and self._due(interval)))
+        self.telemetry.step(metrics)
+
+    def _agree(self) -> int:
+        """Share peak memory and stop requests, so that every rank stops after the same step."""
+        shared = torch.tensor([memory_bytes(self.here.device), self.flag.signal], device=self.here.device)
+        dist.all_reduce(shared, op=dist.ReduceOp.MAX)
+        self.flag_raised = int(shared[1])
+        return int(shared[0])
+
+    def _check_finite(self, loss: float, grad_norm: float | None, updated: bool) -> None:
+        """Stop every rank on a loss or gradient that is not a number: both values are the same on all of them."""
+        if math.isfinite(loss) and grad_norm is not None and math.isfinite(grad_norm) and updated:
+            return
+        raise UserError(
+            f"Step {self.state.step} gave loss={loss}, grad_norm={grad_norm}, which are not finite, so the run ends "
+            f"here; its last checkpoint is kept. Lower optim.lr={self.config.optim.lr} or look at the data of this step"
+        )
+
+    def _evaluate(self) -> None:
+        held_out = self.stage.held_out()
+        if held_out is None:
+            return
+        with self.timers.phase("eval"):
+            reports = self.runner.evaluate(held_out)
+        loss = reports["loss"]
+        metrics = {"step": self.state.step, **reports, "perplexity": math.exp(min(loss, 80.0))}
+        if self.stage.bytes_per_token:
+            metrics["bits_per_byte"] = loss / math.log(2) / self.stage.bytes_per_token
+        metrics["eval_time"] = self.timers.collect()["eval"]
+        self.telemetry.evaluation(metrics)
+
+    def _save(self) -> None:
+        if self.last_saved == self.state.step:
+            return
+        started = time.perf_counter()
+        path = store.save(
+            self.run_dir / "checkpoints",
+            self.state,
+            self.models,
+            self.optimizer,
+            self.schedule,
+            config=startup.resolved(self.config),
+            run_id=self.telemetry.run_id,
+            keep_last=self.config.checkpoint.keep_last,
+        )
+        self.last_saved = self.state.step
+        seconds = time.perf_counter() - started
+        self.telemetry.event(f"checkpoint {path} committed in {seconds:.1f} s", seconds=seconds)

@@ -1,0 +1,115 @@
+"""The numbers of a step, pooled over the ranks that hold them."""
+
+from __future__ import annotations
+
+import resource
+import sys
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+
+from k3train.config.parameters import parameter_count
+from k3train.config.schema import RecipeConfig
+from k3train.model.experts import use_grouped_matmul
+from k3train.parallel.balance import LayerBalance
+from k3train.platform import Platform
+from k3train.telemetry.flops import model_flops_per_token, peak_flops
+
+
+def memory_bytes(device: torch.device) -> int:
+    """Peak memory of this rank: allocated on the GPU, or resident on the CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def gather_balance(
+    local: dict[int, LayerBalance], config: RecipeConfig, device: torch.device
+) -> dict[int, LayerBalance]:
+    """The balance of all layers on every rank, from the stages that hold them."""
+    model = config.model
+    if model.moe.num_experts == 0:
+        return {}
+    layers = model.num_layers + model.mtp.num_layers
+    table = torch.zeros(layers + 1, 4 + model.moe.num_experts, dtype=torch.float64, device=device)
+    for number, b in local.items():
+        table[number] = torch.tensor([1.0, b.max_violation, b.dead_fraction, b.bias_spread, *b.tokens_per_expert])
+    dist.all_reduce(table, group=parallel_state.get_pipeline_model_parallel_group())
+    rows = {number: row.tolist() for number, row in enumerate(table) if row[0] > 0}
+    return {n: LayerBalance(r[1], r[2], r[3], [int(x) for x in r[4:]]) for n, r in rows.items()}
+
+
+def balance_metrics(balance: dict[int, LayerBalance], with_load: bool) -> dict[str, Any]:
+    """Metrics by 1-indexed layer number."""
+    if not balance:
+        return {}
+    fields = ("max_violation", "dead_fraction", "bias_spread")
+    metrics: dict[str, Any] = {
+        "balance": {name: {layer: getattr(b, name) for layer, b in balance.items()} for name in fields}
+    }
+    if with_load:
+        metrics["tokens_per_expert"] = {layer: b.tokens_per_expert for layer, b in balance.items()}
+    return metrics
+
+
+@dataclass
+class Throughput:
+    """Model FLOPs of a step and the peak they are measured against."""
+
+    tokens_per_step: int
+    flops_per_step: float
+    peak_flops: float | None  # of all ranks together; None where it is not known
+
+    @staticmethod
+    def of(config: RecipeConfig, here: Platform) -> Throughput:
+        model, train = config.model, config.train
+        full = len(model.full_attention_layers)
+        per_token = model_flops_per_token(
+            parameter_count(model)["active"],
+            train.seq_length,
+            num_mla_layers=full,
+            mla_heads=model.mla.num_heads,
+            qk_head_dim=model.mla.qk_nope_head_dim + model.mla.qk_rope_head_dim,
+            v_head_dim=model.mla.v_head_dim,
+            num_kda_layers=model.num_layers - full,
+            kda_heads=model.kda.num_heads,
+            kda_key_dim=model.kda.head_dim,
+            kda_value_dim=model.kda.head_dim,
+        )
+        name = torch.cuda.get_device_name(here.device) if here.kind == "cuda" else "cpu"
+        peak = peak_flops(name, train.precision)
+        tokens = train.global_batch_size * train.seq_length
+        return Throughput(tokens, per_token * tokens, peak * here.world_size if peak else None)
+
+    def metrics(self, seconds: float) -> dict[str, Any]:
+        """Rates of a step that took `seconds`."""
+        return {
+            "tokens_per_second": self.tokens_per_step / seconds,
+            "step_time": seconds,
+            "model_flops": self.flops_per_step,
+            "tflops_per_second": self.flops_per_step / seconds / 1e12,
+            "mfu": self.flops_per_step / seconds / self.peak_flops if self.peak_flops else None,
+        }
+
+
+def paths_taken(config: RecipeConfig, here: Platform) -> dict[str, str]:
+    """Which implementation serves each part on this device."""
+    from k3kernels.kda import resolve_backend
+
+    model = config.model
+    probe = torch.empty(0, dtype=torch.bfloat16 if config.train.precision == "bf16" else torch.float32)
+    probe = probe.to(here.device)
+    paths = {
+        "platform": f"{here.kind}+{here.backend}",
+        "kda": resolve_backend(model.kda.backend, here.device),
+        "attention": "torch sdpa fp32" if here.kind == "cpu" else "torch sdpa",
+        "linear": "megatron local",
+    }
+    if model.moe.num_experts:
+        paths["dispatch"] = model.moe.dispatcher
+        paths["experts"] = "grouped_mm" if use_grouped_matmul(probe) else "loop"
+    return paths

@@ -1,0 +1,35 @@
+"""A polite request to stop: the step ends, a checkpoint is written, every rank leaves."""
+
+from __future__ import annotations
+
+import signal
+from types import FrameType
+
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+
+
+class StopFlag:
+    """Remembers the first stop signal of this rank. Ranks agree on it after a reduction, once a step."""
+
+    def __init__(self) -> None:
+        self.signal: int = 0
+        self._previous: dict[int, object] = {}
+
+    def install(self) -> None:
+        """Take over SIGINT, SIGTERM and SIGUSR1; must be called from the main thread."""
+        for number in STOP_SIGNALS:
+            self._previous[number] = signal.signal(number, self._note)
+
+    def restore(self) -> None:
+        """Give the signals back to whoever had them."""
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+        self._previous.clear()
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self.signal = self.signal or number
+
+
+def exit_code(number: int) -> int:
+    """The shell's exit code for a run that ended on signal `number`."""
+    return 128 + number

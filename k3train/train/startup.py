@@ -1,0 +1,201 @@
+"""What happens once before the first step: the run directory, the checkpoint to continue from, what is told."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import yaml
+from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+
+from k3train.checkpoint import directory, store
+from k3train.config.schema import RecipeConfig, to_plain
+from k3train.errors import UserError
+from k3train.parallel.stages import describe, layout_of
+from k3train.platform import Platform
+from k3train.telemetry.telemetry import Telemetry
+from k3train.telemetry.wandb_sink import WandbSettings
+from k3train.train.state import TrainState
+
+CONFIG_FILE = "config.yaml"
+# What may differ when a run continues: how it is shared out, shown and kept, and how long it is.
+_FREE_KEYS = ("run", "parallel", "telemetry", "checkpoint", "recipe_name", "data.cache_dir", "data.num_workers")
+_FREE_TRAIN_KEYS = ("micro_batch_size", "eval_interval", "eval_samples", "log_expert_load_interval")
+
+
+def resolved(config: RecipeConfig) -> dict[str, Any]:
+    """The recipe as plain values."""
+    return to_plain(config)
+
+
+def claim_run_directory(config: RecipeConfig) -> Path:
+    """Create the run directory, or check that the one that is there belongs to this recipe. Saves the recipe in it.
+
+    Raises:
+        UserError: it belongs to another recipe, or cannot be written.
+    """
+    run_dir = Path(config.run.dir)
+    box: list[str | None] = [None]
+    if dist.get_rank() == 0:
+        try:
+            box[0] = _claim(run_dir, resolved(config), config.checkpoint.resume)
+        except OSError as error:
+            box[0] = f"run.dir={run_dir} cannot be written ({error}); choose another with run.dir=..."
+    dist.broadcast_object_list(box, src=0)
+    if box[0] is not None:
+        raise UserError(box[0])
+    return run_dir
+
+
+def _claim(run_dir: Path, plain: dict[str, Any], resume: str) -> str | None:
+    saved = run_dir / CONFIG_FILE
+    if saved.exists():
+        try:
+            earlier = yaml.safe_load(saved.read_text(encoding="utf-8"))
+        except yaml.YAMLError:
+            earlier = None
+        if not isinstance(earlier, dict):
+            return f"{saved} is not a saved recipe; choose another run.dir, or remove {run_dir} to start anew"
+        if resume == "never" and directory.committed(run_dir / "checkpoints"):
+            return (
+                f"run.dir={run_dir} already holds checkpoints and checkpoint.resume=never would overwrite them; "
+                "choose another run.dir, or checkpoint.resume=auto to continue"
+            )
+        difference = _first_difference(earlier, plain)
+        if difference is not None:
+            key, was, now = difference
+            return (
+                f"run.dir={run_dir} belongs to another recipe: {key} was {was} there and is {now} here; "
+                f"choose another run.dir, or {key}={was} to continue that run"
+            )
+    run_dir.mkdir(parents=True, exist_ok=True)
+    temporary = saved.with_suffix(".tmp")
+    temporary.write_text(yaml.safe_dump(plain, sort_keys=False), encoding="utf-8")
+    temporary.replace(saved)
+    return None
+
+
+def _first_difference(earlier: dict[str, Any], now: dict[str, Any]) -> tuple[str, Any, Any] | None:
+    was, here = _flat(earlier), _flat(now)
+    for key in sorted(was.keys() | here.keys()):
+        section, _, name = key.partition(".")
+        if section in _FREE_KEYS or key in _FREE_KEYS or (section == "train" and name in _FREE_TRAIN_KEYS):
+            continue
+        if was.get(key) != here.get(key):
+            return key, was.get(key), here.get(key)
+    return None
+
+
+def _flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in tree.items():
+        if isinstance(value, dict):
+            flat.update(_flat(value, f"{prefix}{key}."))
+        else:
+            flat[f"{prefix}{key}"] = value
+    return flat
+
+
+def restore(
+    config: RecipeConfig,
+    run_dir: Path,
+    models: list[torch.nn.Module],
+    optimizer: MegatronOptimizer,
+    schedule: OptimizerParamScheduler,
+) -> tuple[TrainState, Path | None]:
+    """Continue the run's newest checkpoint, or start from `checkpoint.load`'s weights, or from scratch.
+
+    Returns the counters and the checkpoint they came from.
+    """
+    own = directory.committed(run_dir / "checkpoints") if config.checkpoint.resume == "auto" else []
+    newest = [own[-1][1] if own else None]
+    dist.broadcast_object_list(newest, src=0)
+    if newest[0] is not None:
+        return store.load(newest[0], models, optimizer, schedule), newest[0]
+    if config.checkpoint.load is not None:
+        source = directory.resolve(config.checkpoint.load)
+        store.load_model(source, models)
+        optimizer.reload_model_params()
+        return TrainState(), source
+    return TrainState(), None
+
+
+def open_telemetry(config: RecipeConfig, run_dir: Path, here: Platform, state: TrainState) -> Telemetry:
+    """The run's telemetry; only rank 0 writes."""
+    wandb = config.telemetry.wandb
+    return Telemetry(
+        run_dir,
+        resolved(config),
+        total_steps=config.train.steps,
+        console=config.telemetry.console,
+        interactive=config.telemetry.interactive,
+        wandb=WandbSettings(
+            mode=wandb.mode,
+            project=wandb.project,
+            entity=wandb.entity,
+            group=wandb.group,
+            tags=list(wandb.tags),
+            name=config.run.name,
+        ),
+        is_writer=here.rank == 0,
+        code_version=code_version(),
+        start_step=state.step,
+    )
+
+
+def tell_start(
+    telemetry: Telemetry,
+    config: RecipeConfig,
+    here: Platform,
+    models: list[torch.nn.Module],
+    state: TrainState,
+    origin: Path | None,
+    paths: dict[str, str],
+) -> None:
+    """Say what runs, on what, from where, and which paths are taken."""
+    from k3train.config.parameters import parameter_count
+
+    count = parameter_count(config.model)
+    p = config.parallel
+    data_parallel = here.world_size // (p.tensor * p.pipeline * p.context)
+    telemetry.event(
+        f"{config.run.name}: {count['total'] / 1e6:.1f}M parameters, {count['active'] / 1e6:.1f}M active; "
+        f"{here.world_size} ranks on {here.kind} as TP{p.tensor} x PP{p.pipeline} x DP{data_parallel}, EP{p.expert}"
+    )
+    if p.pipeline > 1:
+        telemetry.event("pipeline stages:\n" + describe(layout_of(p, config.model)))
+    telemetry.event("paths: " + ", ".join(f"{part}={path}" for part, path in paths.items()))
+    if origin is not None:
+        verb = "continues" if state.step else "starts with the weights of"
+        telemetry.event(f"{verb} {origin}" + (f" at step {state.step}" if state.step else ""))
+    if state.step >= config.train.steps:
+        telemetry.event(
+            f"nothing to do: train.steps={config.train.steps} are done; set train.steps higher to go on", "warning"
+        )
+
+
+def tell_end(run_dir: Path, here: Platform, pictures: list[Path]) -> None:
+    """Where everything lies."""
+    if here.rank != 0:
+        return
+    newest = directory.committed(run_dir / "checkpoints")
+    lines = [f"curves      {path}" for path in pictures]
+    lines += [f"metrics     {run_dir / 'metrics.jsonl'}", f"recipe      {run_dir / CONFIG_FILE}"]
+    lines += [f"checkpoint  {newest[-1][1]}"] if newest else []
+    print("\n".join(lines), flush=True)
+
+
+def code_version() -> str:
+    """The git commit of the code, with -dirty where files differ, or the package version outside a clone."""
+    here = Path(__file__).resolve().parent
+    command = ["git", "-C", os.fspath(here), "describe", "--always", "--dirty", "--abbrev=12"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return store.versions()["k3train"]
+    return done.stdout.strip()

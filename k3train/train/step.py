@@ -1,0 +1,100 @@
+"""One optimizer step, and one held-out evaluation, through Megatron-Core's pipeline schedules."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
+from megatron.core.pipeline_parallel import get_forward_backward_func
+
+from k3train.config.schema import TrainConfig
+from k3train.model.packing import Packing
+from k3train.model.transformer_config import K3TransformerConfig
+from k3train.train.stage import Batch, Stage
+
+Reports = dict[str, float]
+
+
+class StepRunner:
+    """Runs micro-batches through the stages of the pipeline and averages what they report over the global batch."""
+
+    def __init__(
+        self,
+        models: list[DistributedDataParallel],
+        config: K3TransformerConfig,
+        train: TrainConfig,
+        stage: Stage,
+        device: torch.device,
+    ) -> None:
+        self.models = models
+        self.train = train
+        self.stage = stage
+        self.device = device
+        config.finalize_model_grads_func = finalize_model_grads
+        if models[0].ddp_config.overlap_grad_reduce:
+            config.no_sync_func = models[0].no_sync if len(models) == 1 else [m.no_sync for m in models]
+        self._schedule = get_forward_backward_func()
+
+    def forward_backward(self, batches: list[Batch]) -> Reports:
+        """Gradients of the global batch in every rank's buffers; returns the reported averages on every rank."""
+        for model in self.models:
+            model.train()
+            model.zero_grad_buffer()
+        return self._run(batches, forward_only=False)
+
+    @torch.no_grad()
+    def evaluate(self, batches: list[Batch]) -> Reports:
+        """Averages over held-out micro-batches; router statistics and gradients stay untouched."""
+        for model in self.models:
+            model.eval()
+        try:
+            return self._run(batches, forward_only=True)
+        finally:
+            for model in self.models:
+                model.train()
+
+    def _run(self, batches: list[Batch], forward_only: bool) -> Reports:
+        batches = [{key: value.to(self.device) for key, value in batch.items()} for batch in batches]
+        # One shared `Packing` per micro-batch, so that virtual stages build its attention mask once.
+        feed = [(batch, Packing(batch["document_ids"])) for batch in batches]
+        iterators = [iter(feed) for _ in self.models]
+        reported = self._schedule(
+            forward_step_func=self._forward_step,
+            data_iterator=iterators if len(self.models) > 1 else iterators[0],
+            model=self.models if len(self.models) > 1 else self.models[0],
+            num_microbatches=len(batches),
+            seq_length=self.train.seq_length,
+            micro_batch_size=self.train.micro_batch_size,
+            forward_only=forward_only,
+        )
+        return self._pool(reported)
+
+    def _forward_step(
+        self, iterator: Iterator[tuple[Batch, Packing]], model: torch.nn.Module
+    ) -> tuple[object, Callable]:
+        batch, packing = next(iterator)
+        output = model(batch["tokens"], packing, batch["labels"], batch["loss_mask"])
+        return output, functools.partial(_loss, self.stage)
+
+    def _pool(self, reported: list[dict[str, torch.Tensor]]) -> Reports:
+        """Sum over micro-batches and data-parallel ranks on the last stage, then tell the other stages."""
+        names = sorted(reported[0]) if reported else []
+        last = parallel_state.get_pipeline_model_parallel_last_rank()
+        group = parallel_state.get_pipeline_model_parallel_group()
+        box = [names]
+        dist.broadcast_object_list(box, src=last, group=group)
+        totals = torch.zeros(len(box[0]), 2, dtype=torch.float64, device=self.device)
+        for report in reported:
+            totals += torch.stack([report[name].double() for name in names])
+        if reported:
+            dist.all_reduce(totals, group=parallel_state.get_data_parallel_group(with_context_parallel=True))
+        dist.broadcast(totals, src=last, group=group)
+        return {name: float(total / max(float(count), 1.0)) for name, (total, count) in zip(box[0], totals)}
+
+
+def _loss(stage: Stage, output: object) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
+    return stage.loss(output)
