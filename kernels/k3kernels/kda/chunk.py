@@ -86,10 +86,10 @@ def _prepare(
     return G, decay, tail, rows, P, inverse, torch.bmm(inverse, right)
 
 
-def _advance(state: Tensor, last_decay: Tensor, k_tail: Tensor, new: Tensor, out: Tensor) -> None:
-    """The state after a chunk, written to ``out``."""
+def _advance(state: Tensor, new: Tensor, last_decay: Tensor, k_tail: Tensor, out: Tensor) -> None:
+    """The state after a chunk, written to ``out``; ``k_tail`` is [..., K, C]."""
     torch.mul(state, last_decay, out=out)
-    out.baddbmm_(k_tail.transpose(1, 2), new)
+    out.baddbmm_(k_tail, new)
 
 
 def _recur(
@@ -109,74 +109,71 @@ def _recur(
     Returns:
         ``new`` [M, C, V], the state before each chunk [M, K, V], and the final states like ``first`` or None.
     """
-    heads = layout.num_heads
+    sizes = layout.step_sizes
     new = torch.empty_like(U)
     states = U.new_empty(U.shape[0], *first.shape[1:])
     final = first.clone() if want_final else None
-    if layout.active:
-        running = layout.active[0] * heads
-        states[:running] = first[:running]
-    begin = 0
-    for step, documents in enumerate(layout.active):
-        running = documents * heads
-        going_on = layout.active[step + 1] * heads if step + 1 < len(layout.active) else 0
-        end = begin + running
-        state, step_new = states[begin:end], new[begin:end]
-        torch.baddbmm(U[begin:end], W[begin:end], state, alpha=-1, out=step_new)
-        step_decay, step_tail = last_decay[begin:end], k_tail[begin:end]
+    # Views of all steps at once: cutting them one by one costs as much as the small products.
+    state_steps = states.split(sizes)
+    if sizes:
+        state_steps[0].copy_(first[: sizes[0]])
+    steps = zip(*(x.split(sizes) for x in (U, W, states, new, last_decay, k_tail.transpose(1, 2))))
+    for step, (step_U, step_W, state, step_new, decay, tail) in enumerate(steps):
+        torch.baddbmm(step_U, step_W, state, alpha=-1, out=step_new)
+        parts = (state, step_new, decay, tail)
+        going_on = sizes[step + 1] if step + 1 < len(sizes) else 0
+        if going_on == sizes[step]:
+            _advance(*parts, out=state_steps[step + 1])
+            continue
         if going_on:
-            out = states[end : end + going_on]
-            _advance(state[:going_on], step_decay[:going_on], step_tail[:going_on], step_new[:going_on], out)
-        if want_final and going_on < running:
-            out = final[going_on:running]
-            _advance(state[going_on:], step_decay[going_on:], step_tail[going_on:], step_new[going_on:], out)
-        begin = end
+            _advance(*(x[:going_on] for x in parts), out=state_steps[step + 1])
+        if want_final:
+            _advance(*(x[going_on:] for x in parts), out=final[going_on : sizes[step]])
     return new, states, final
 
 
 def _recur_backward(
-    saved: _Chunks,
-    k_tail: Tensor,
-    last_decay: Tensor,
-    q_rows: Tensor,
-    grad_o: Tensor,
-    grad_final: Tensor,
-    layout: ChunkLayout,
-) -> tuple[Tensor, Tensor, Tensor]:
+    saved: _Chunks, grad_o: Tensor, grad_final: Tensor, layout: ChunkLayout, unshift: float
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The walk of ``_recur`` backwards, with the read-out ``o`` included.
 
     Returns:
-        Gradients of ``new`` [M, C, V], of the state after each chunk [M, K, V] and of the initial states.
+        Gradients of ``new`` [M, C, V], of the state after each chunk [M, K, V], of the log-decay of the whole chunk
+        where it acts on the state [M, K], and of the initial states.
     """
-    heads, key_dim = layout.num_heads, k_tail.shape[-1]
+    sizes, key_dim = layout.step_sizes, saved.k.shape[-1]
     grad_new = torch.bmm(saved.P.transpose(1, 2), grad_o)
     grad_after = torch.empty_like(saved.states)
+    grad_log = grad_o.new_empty(grad_after.shape[:2])
     grad_first = grad_final.clone()
-    end = saved.states.shape[0]
-    for step in reversed(range(len(layout.active))):
-        running = layout.active[step] * heads
-        going_on = layout.active[step + 1] * heads if step + 1 < len(layout.active) else 0
-        begin = end - running
-        after, step_new = grad_after[begin:end], grad_new[begin:end]
-        after[going_on:] = grad_final[going_on:running]
-        step_new.baddbmm_(k_tail[begin:end], after)
-        before_begin = begin - layout.active[step - 1] * heads
-        before = grad_after[before_begin : before_begin + running] if step else grad_first[:running]
-        torch.mul(after, last_decay[begin:end], out=before)
-        before.baddbmm_(q_rows[begin:end].transpose(1, 2), grad_o[begin:end])
-        before.baddbmm_(saved.WU[begin:end, :, :key_dim].transpose(1, 2), step_new, alpha=-1)
-        end = begin
-    return grad_new, grad_after, grad_first
+    product = torch.empty_like(grad_first)
+    last_decay = (saved.decay[:, -1] * unshift).unsqueeze(-1)
+    q_rows, W = saved.rows[:, 0].transpose(1, 2), saved.WU[..., :key_dim].transpose(1, 2)
+    after_steps = grad_after.split(sizes)
+    inputs = (grad_after, grad_new, grad_o, saved.states, grad_log, last_decay, saved.k * saved.tail, q_rows, W)
+    steps = list(zip(*(x.split(sizes) for x in inputs)))
+    for step in reversed(range(len(sizes))):
+        after, step_new, step_o, state, step_log, decay, tail, step_q, step_W = steps[step]
+        running, going_on = sizes[step], sizes[step + 1] if step + 1 < len(sizes) else 0
+        if going_on < running:
+            after[going_on:] = grad_final[going_on:running]
+        step_new.baddbmm_(tail, after)
+        before = after_steps[step - 1][:running] if step else grad_first[:running]
+        torch.mul(after, decay, out=before)
+        torch.sum(torch.mul(before, state, out=product[:running]), dim=-1, out=step_log)
+        before.baddbmm_(step_q, step_o, alpha=unshift)
+        before.baddbmm_(step_W, step_new, alpha=-1)
+    return grad_new, grad_after, grad_log, grad_first
 
 
 def _inputs_backward(
-    saved: _Chunks, grads: tuple[Tensor, Tensor, Tensor], scale: float, shift: float | None
+    saved: _Chunks, grads: tuple[Tensor, Tensor, Tensor, Tensor], scale: float, shift: float | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradients of q, k, v, g and beta in chunks.
 
-    ``grads`` holds those of ``o``, of ``new`` and of the state after each chunk.
+    ``grads`` holds those of ``o``, and the first three results of ``_recur_backward``.
     """
-    grad_o, grad_new, grad_after = grads
+    grad_o, grad_new, grad_after, grad_log = grads
     q, k, v, beta, G, decay, tail, rows, _, inverse, WU, new, states = saved
     chunk, key_dim = k.shape[1:]
     unshift = 1.0 if shift is None else math.exp(-shift)
@@ -214,9 +211,10 @@ def _inputs_backward(
     grad_q = grad_rows[:, 0].addcmul_(diagonal, k)
     grad_q *= scale
     # A gate acts on what its token and the later ones read, and on what the earlier ones left to the next chunk.
-    grad_g += grad_G.flip(1).cumsum(dim=1).flip(1)
-    grad_g[:, 1:] += through_tail.mul_(k)[:, :-1].cumsum(dim=1)
-    grad_g += (decay[:, -1] * unshift * (states * grad_after).sum(dim=-1)).unsqueeze(1)
+    # Both sums are products with triangles of ones, quicker than cumsum along a middle dim.
+    grad_G[:, -1] += grad_log
+    ones = torch.ones(chunk, chunk, dtype=k.dtype, device=k.device).expand_as(inverse)
+    grad_g.baddbmm_(ones.triu(), grad_G).baddbmm_(ones.tril(-1), through_tail.mul_(k))
     grad_beta = (k * grad_rows[:, 1]).sum(dim=-1) + (v * grad_right[..., key_dim:]).sum(dim=-1)
     return grad_q, grad_k, grad_right[..., key_dim:] * beta, grad_g, grad_beta
 
@@ -271,12 +269,8 @@ class _ChunkKda(torch.autograd.Function):
         if grad_final is None:
             grad_final = grad_o.new_zeros(shape)
         grad_final = grad_final.to(dtype)[layout.order].flatten(0, 1)
-        last_decay = (saved.decay[:, -1] * unshift).unsqueeze(-1)
-        q_rows = saved.rows[:, 0] * unshift
-        grad_new, grad_after, grad_first = _recur_backward(
-            saved, saved.k * saved.tail, last_decay, q_rows, grad_o, grad_final, layout
-        )
-        grads = _inputs_backward(saved, (grad_o, grad_new, grad_after), ctx.scale, ctx.shift)
+        *grads, grad_first = _recur_backward(saved, grad_o, grad_final, layout, unshift)
+        grads = _inputs_backward(saved, (grad_o, *grads), ctx.scale, ctx.shift)
         by_token = [layout.from_chunks(x, ctx.batch).to(to) for x, to in zip(grads, ctx.dtypes)]
         grad_state = None
         if ctx.state_dtype is not None:

@@ -52,7 +52,7 @@ class ChunkLayout:
         padding: [chunks * H * C] True where a row is padding; None if there is none.
         scatter: [tokens * H] where the row of a token and head went.
         order: [N] the documents, from the one with most chunks to the one with fewest.
-        active: number of documents that have a chunk at each step.
+        step_sizes: at each step, H times the number of documents that still have a chunk.
         chunk_size: C.
         num_heads: H.
     """
@@ -61,7 +61,7 @@ class ChunkLayout:
     padding: Tensor | None
     scatter: Tensor
     order: Tensor
-    active: tuple[int, ...]
+    step_sizes: tuple[int, ...]
     chunk_size: int
     num_heads: int
 
@@ -110,7 +110,7 @@ def chunk_layout(
         padding=padding.to(device) if len(gather) > len(scatter) else None,
         scatter=scatter.to(device),
         order=torch.tensor(order, dtype=torch.long, device=device),
-        active=active,
+        step_sizes=tuple(documents * num_heads for documents in active),
         chunk_size=chunk_size,
         num_heads=num_heads,
     )
