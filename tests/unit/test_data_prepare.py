@@ -218,6 +218,25 @@ def many_shards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return [str(write_jsonl(tmp_path / "many.jsonl", [f"{text} {n}" for n in range(3) for text in TEXTS]))]
 
 
+@pytest.mark.parametrize("kind", ["jsonl", "txt", "parquet", "saved"])
+def test_cut_files_lose_and_repeat_nothing(
+    kind: str, tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prepare_module, "_MIN_SHARD_BYTES", 150)
+    monkeypatch.setattr(prepare_module, "_MAX_SHARD_BYTES", 150)
+    monkeypatch.setitem(globals(), "TEXTS", [*TEXTS, " ", "the last"])  # an empty row near the end, to be named
+    source = _write(kind, tmp_path)
+    options = PrepareOptions(text_unit="line", valid_fraction=0.0)
+    counts = []
+    _, report = prepare_corpus(
+        [str(source)], tmp_path / "out", tokenizer, options, on_progress=lambda progress: counts.append(progress.shards)
+    )
+    assert counts[0] > 3
+    assert documents_of(tmp_path / "out", tokenizer) == [text for text in TEXTS if text.strip()]
+    assert report.rows == len(TEXTS)
+    assert [entry["row"] for entry in report.named["empty"]] == [len(TEXTS) - 1]
+
+
 def hashes(directory: Path) -> dict[str, str]:
     return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(directory.iterdir())}
 
