@@ -86,8 +86,7 @@ def prepare_corpus(
             corpus, another process at work on the same corpus, no usable document, or a worker that was
             killed.
     """
-    out = Path(out)
-    options = options or PrepareOptions()
+    out, options = Path(out), options or PrepareOptions()
     if workers < 1:
         raise UserError(f"workers={workers} must be at least 1.")
     _check_target(out, overwrite)
