@@ -16,6 +16,7 @@ from typing import Any
 from k3train.errors import UserError
 
 MARKER = "checkpoint.json"
+TOKENIZER = "tokenizer"
 FORMAT_VERSION = 1
 _NAME = re.compile(r"step_(\d{8,})")
 
@@ -54,6 +55,15 @@ def commit(root: Path, step: int, marker: dict[str, Any]) -> Path:
     partial.rename(final)
     _sync(root)
     return final
+
+
+def copy_tokenizer(source: Path, target: Path) -> None:
+    """Copy the files of a tokenizer (its directory, or the tokenizer.json in it) to the folder `target`."""
+    folder = source if source.is_dir() else source.parent
+    target.mkdir(parents=True, exist_ok=True)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        if (folder / name).is_file():
+            shutil.copyfile(folder / name, target / name)
 
 
 def _sync(directory: Path) -> None:

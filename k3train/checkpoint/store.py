@@ -53,8 +53,11 @@ def save(
     config: dict[str, Any],
     run_id: str | None,
     keep_last: int,
+    tokenizer: Path | None = None,
 ) -> Path:
     """Write and commit the checkpoint of `state.step` completed steps; then prune older ones. Returns its directory.
+
+    The tokenizer's files are copied into it, so that the checkpoint can be used on its own.
 
     Raises:
         UserError: it cannot be written; older checkpoints are left as they were.
@@ -66,6 +69,8 @@ def save(
     marker = {"state": state.to_dict(), "config": config, "wandb_run_id": run_id, "versions": versions()}
 
     def commit() -> None:
+        if tokenizer is not None:
+            directory.copy_tokenizer(tokenizer, partial / directory.TOKENIZER)
         directory.commit(root, state.step, marker)
         directory.prune(root, keep_last)
 

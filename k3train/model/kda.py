@@ -104,10 +104,11 @@ class KimiDeltaAttention(MegatronModule):
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         q, k, v = (self._heads(mixed[n]) for n in ("q", "k", "v"))
         settings = {"gate": self.kda.gate, "lower_bound": self.kda.gate_lower_bound}
-        decoding = q.shape[1] == 1 and kwargs.get("initial_state") is not None
-        if decoding:
-            state = kwargs["initial_state"]
-            return kda_decode_step(q, k, v, self._heads(decay), beta, self.A_log, self.dt_bias, state, **settings)
+        state = kwargs.get("initial_state")
+        if q.shape[1] == 1 and state is not None:
+            token = (t.squeeze(1) for t in (q, k, v, self._heads(decay), beta))
+            out, state = kda_decode_step(*token, self.A_log, self.dt_bias, state, **settings)
+            return out.unsqueeze(1), state
         return kda_attention(
             q, k, v, self._heads(decay), beta, self.A_log, self.dt_bias, backend=self.kda.backend, **settings, **kwargs
         )

@@ -73,6 +73,7 @@ class K3Model(LanguageModule):
                 init_method=_no_init,
                 reduce_scatter_embeddings=config.sequence_parallel,
                 config=config,
+                tp_group=self.tp_group,
             )
             self._mark_embedding(self.embedding.weight)
         self.decoder = K3Block(config, contents, recompute)
@@ -114,7 +115,7 @@ class K3Model(LanguageModule):
             return features
         logits = self._logits(self.decoder.final_norm(features))
         if labels is None:
-            full = tensor_parallel.gather_from_tensor_model_parallel_region(logits)
+            full = tensor_parallel.gather_from_tensor_model_parallel_region(logits, group=self.tp_group)
             return full[..., : self.vocab_size].transpose(0, 1).contiguous()
         losses = TokenLosses(self.compute_language_model_loss(labels, logits.float()), loss_mask)
         if self.mtp_process:

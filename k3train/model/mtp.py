@@ -36,6 +36,11 @@ class MultiTokenPrediction(MegatronModule):
         )
         self.final_norm = RMSNorm(config, hidden)
 
+    @property
+    def layers(self) -> list[torch.nn.Module]:
+        """Megatron-Core's schedules number the CUDA graphs of these per micro-batch; there are none here."""
+        return []
+
     def forward(self, features: torch.Tensor, next_embedding: torch.Tensor, packing: Packing) -> torch.Tensor:
         joined = torch.cat([self.feature_norm(features), self.embedding_norm(next_embedding)], dim=-1)
         return self.final_norm(self.layer(self.join_proj(joined), packing=packing))

@@ -13,7 +13,7 @@ import copy
 from collections.abc import Callable
 
 import torch
-from megatron.core import tensor_parallel
+from megatron.core import parallel_state, tensor_parallel
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from megatron.core.transformer.module import MegatronModule
@@ -28,7 +28,8 @@ def enter(x: torch.Tensor, config: TransformerConfig) -> torch.Tensor:
     """[s / TP, b, h] on each rank to [s, b, h] on all; the backward pass reduce-scatters."""
     if not config.sequence_parallel:
         return x
-    return tensor_parallel.gather_from_sequence_parallel_region(x, tensor_parallel_output_grad=True)
+    group = parallel_state.get_tensor_model_parallel_group()
+    return tensor_parallel.gather_from_sequence_parallel_region(x, tensor_parallel_output_grad=True, group=group)
 
 
 def gathered_config(config: TransformerConfig) -> TransformerConfig:
@@ -48,6 +49,7 @@ def column_parallel(config: TransformerConfig, input_size: int, output_size: int
         bias=False,
         gather_output=False,
         disable_grad_reduce=True,
+        tp_group=parallel_state.get_tensor_model_parallel_group(),
     )
 
 
@@ -61,6 +63,7 @@ def row_parallel(config: TransformerConfig, input_size: int, output_size: int) -
         bias=False,
         input_is_parallel=True,
         skip_bias_add=False,
+        tp_group=parallel_state.get_tensor_model_parallel_group(),
     )
 
 

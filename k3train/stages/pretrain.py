@@ -9,10 +9,9 @@ import torch
 from megatron.core import parallel_state
 
 from k3train.config.schema import RecipeConfig
-from k3train.data.corpus import bytes_per_token, read_manifest
 from k3train.data.loader import PretrainLoader
 from k3train.data.pretrain import build_datasets
-from k3train.data.tokenizer import load_tokenizer
+from k3train.data.tokenizer import Tokenizer, load_tokenizer
 from k3train.errors import UserError
 from k3train.model.model import TokenLosses
 from k3train.train.stage import Batch
@@ -46,11 +45,18 @@ class PretrainStage:
             valid_blend=valid,
             cache_dir=data.cache_dir or Path(config.run.dir) / "index_cache",
         )
-        held_out = data.valid or data.train
-        single = held_out[0].path if len(held_out) == 1 else None
-        has_manifest = single is not None and read_manifest(Path(single).parent) is not None
-        self.bytes_per_token = bytes_per_token(single) if has_manifest else None
         self._held_out: list[Batch] | None = None
+        self.bytes_per_token = self._measure_bytes(tokenizer) if self._valid_set is not None else None
+
+    def _measure_bytes(self, tokenizer: Tokenizer) -> float:
+        """Bytes of text per token that counts, over exactly the held-out tokens that are evaluated."""
+        lengths = torch.from_numpy(tokenizer.byte_lengths())
+        text = tokens = 0.0
+        for index in range(self.config.train.eval_samples):
+            sample = self._valid_set[index]
+            text += float((lengths[sample["labels"]] * sample["loss_mask"]).sum())
+            tokens += float(sample["loss_mask"].sum())
+        return text / tokens
 
     def training_steps(self, consumed_samples: int) -> Iterator[list[Batch]]:
         return iter(self._loader(self._train_set, self.config.train.global_batch_size, consumed_samples))

@@ -159,6 +159,7 @@ class Trainer:
             config=startup.resolved(self.config),
             run_id=self.telemetry.run_id,
             keep_last=self.config.checkpoint.keep_last,
+            tokenizer=Path(self.config.data.tokenizer),
         )
         self.last_saved = self.state.step
         seconds = time.perf_counter() - started

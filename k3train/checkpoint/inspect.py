@@ -1,0 +1,105 @@
+"""`k3train inspect`: what a run or a checkpoint holds, and whether it is whole."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from k3train.checkpoint import directory
+from k3train.errors import UserError
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print a report; returns 0 where everything found is whole, 1 where something is damaged."""
+    path = Path(args.directory)
+    if not path.exists():
+        raise UserError(f"{path} does not exist; give a checkpoint or a run directory")
+    if (path / directory.MARKER).is_file():
+        problems = _print_checkpoint(path)
+    else:
+        problems = _print_run(path)
+    for problem in problems:
+        print(f"DAMAGED     {problem}")
+    return 1 if problems else 0
+
+
+def _print_run(path: Path) -> list[str]:
+    root = path if directory.committed(path) else path / "checkpoints"
+    found = directory.committed(root)
+    config_file = path / "config.yaml"
+    if not found and not config_file.is_file():
+        raise UserError(f"{path} is neither a checkpoint ({directory.MARKER}) nor a run directory (config.yaml)")
+    print(f"run         {path}")
+    if config_file.is_file():
+        config = yaml.safe_load(config_file.read_text(encoding="utf-8"))
+        print(f"recipe      {config['recipe_name']}, {config['train']['steps']} steps")
+    _print_last_metrics(path / "metrics.jsonl")
+    print(f"checkpoints {', '.join(str(step) for step, _ in found) or 'none'}")
+    for partial in sorted(root.glob("step_*.partial")):
+        print(f"unfinished  {partial} (never counted; removed at the next save)")
+    return _print_checkpoint(found[-1][1]) if found else []
+
+
+def _print_last_metrics(path: Path) -> None:
+    if not path.is_file():
+        return
+    last: dict[str, dict[str, Any]] = {}
+    with path.open(encoding="utf-8") as file:
+        for line in file:
+            try:
+                entry = json.loads(line)
+            except ValueError:
+                continue
+            last[entry.get("kind", "")] = entry
+    if "train" in last:
+        m = last["train"]
+        balance = m.get("balance", {}).get("max_violation", {})
+        worst = f", max violation {max(balance.values()):.2f}" if balance else ""
+        print(f"last step   {m['step']}: loss {m['loss']:.4f}, grad norm {m['grad_norm']:.3f}{worst}")
+    if "eval" in last:
+        print(f"held-out    loss {last['eval']['loss']:.4f} nats at step {last['eval']['step']}")
+
+
+def _print_checkpoint(path: Path) -> list[str]:
+    marker = directory.read_marker(path)
+    state, parallel, model = marker["state"], marker["config"]["parallel"], marker["config"]["model"]
+    files = [f for f in path.rglob("*") if f.is_file()]
+    print(f"checkpoint  {path}")
+    print(f"progress    step {state['step']}, {state['tokens']:,} tokens, {state['consumed_samples']:,} sequences")
+    print(f"model       {model['name']}: {model['num_layers']} layers, hidden {model['hidden_size']}")
+    print(
+        f"written as  TP{parallel['tensor']} x PP{parallel['pipeline']} x VPP{parallel['virtual_pipeline']}, "
+        f"EP{parallel['expert']} (any other layout can load it)"
+    )
+    versions = ", ".join(f"{name} {number}" for name, number in marker["versions"].items())
+    print(f"written by  {versions}")
+    tensors, problems = _check_shards(path)
+    print(f"size        {sum(f.stat().st_size for f in files):,} bytes in {len(files)} files, {tensors} tensors")
+    print(f"health      {'whole' if not problems else 'DAMAGED'}")
+    return problems
+
+
+def _check_shards(path: Path) -> tuple[int, list[str]]:
+    """Number of stored tensors, and what is missing or cut short against the checkpoint's own table."""
+    from torch.distributed.checkpoint import FileSystemReader
+
+    try:
+        metadata = FileSystemReader(path).read_metadata()
+    except (OSError, EOFError, ValueError, AttributeError) as error:
+        return 0, [f"{path / '.metadata'} cannot be read ({error})"]
+    needed: dict[str, int] = {}
+    for storage in metadata.storage_data.values():
+        end = storage.offset + storage.length
+        needed[storage.relative_path] = max(needed.get(storage.relative_path, 0), end)
+    problems = []
+    for name, size in sorted(needed.items()):
+        file = path / name
+        if not file.is_file():
+            problems.append(f"{file} is missing")
+        elif file.stat().st_size < size:
+            problems.append(f"{file} has {file.stat().st_size} bytes, needs {size}")
+    return len(metadata.state_dict_metadata), problems

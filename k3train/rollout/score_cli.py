@@ -1,0 +1,60 @@
+"""`k3train score`: log-probabilities of given tokens under a checkpoint."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from k3train.errors import UserError
+from k3train.model.packing import Packing
+from k3train.rollout.restore import check_tokens, restore
+
+
+def read_tokens(path: Path) -> torch.Tensor:
+    """[b, s] int64 tokens from an .npy file of shape [s] or [b, s].
+
+    Raises:
+        UserError: the file is missing, no .npy, or holds something else than two or more integers a row.
+    """
+    try:
+        array = np.load(path, allow_pickle=False)
+    except (OSError, ValueError) as error:
+        raise UserError(f"--tokens {path} cannot be read as an .npy file ({error})") from error
+    if not isinstance(array, np.ndarray) or not np.issubdtype(array.dtype, np.integer) or array.ndim not in (1, 2):
+        found = f"{array.dtype} {array.shape}" if isinstance(array, np.ndarray) else type(array).__name__
+        raise UserError(f"--tokens {path} holds {found}; integers of shape [s] or [b, s] are needed")
+    if array.shape[-1] < 2:
+        raise UserError(f"--tokens {path} holds rows of {array.shape[-1]} tokens; a row needs at least 2 to be scored")
+    return torch.from_numpy(np.atleast_2d(array).astype(np.int64))
+
+
+@torch.inference_mode()
+def run(args: argparse.Namespace) -> int:
+    """Write `log_probs` [b, s - 1] (of tokens 1.. given those before, nats), `loss`, and `logits` where asked."""
+    out = Path(args.out)
+    if not out.parent.is_dir():
+        raise UserError(f"--out {out}: the folder {out.parent} does not exist; create it")
+    tokens = read_tokens(Path(args.tokens))
+    restored = restore(args.checkpoint)
+    check_tokens(tokens, restored.config.model.vocab_size, f"--tokens {args.tokens}")
+    rows, logits_rows = [], []
+    for row in tokens.to(restored.device):
+        logits = restored.model(row[None], Packing.whole_rows(1, len(row), restored.device))[0].float()
+        log_probs = torch.log_softmax(logits[:-1].double(), dim=-1).gather(1, row[1:, None])
+        rows.append(log_probs.squeeze(1).cpu().numpy())
+        if args.logits:
+            logits_rows.append(logits.cpu().numpy())
+    scored = np.stack(rows)
+    arrays = {"log_probs": scored, "loss": np.float64(-scored.mean())}
+    if args.logits:
+        arrays["logits"] = np.stack(logits_rows)
+    temporary = out.with_name(out.name + ".tmp")
+    with temporary.open("wb") as file:
+        np.savez(file, **arrays)
+    os.replace(temporary, out)
+    print(f"{scored.size} tokens scored, mean loss {-scored.mean():.6f} nats; written to {out}")
+    return 0
