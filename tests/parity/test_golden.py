@@ -108,7 +108,7 @@ def test_logits_loss_and_gradients(single_rank: None) -> None:
     model = build(model_config())
     logits, loss = forward(model)
     assert (logits - golden["logits"]).abs().max() < 1e-3
-    assert (logits - golden["logits"]).abs().mean() < 1e-5
+    assert (logits - golden["logits"]).abs().mean() < 3e-5
     assert abs(loss.item() - golden["loss"].item()) < 5e-6
     loss.backward()
     without = {n for n, p in model.named_parameters() if p.grad is None}
