@@ -1,5 +1,7 @@
 """Short causal depthwise convolution with document boundaries, as shifted multiply-adds."""
 
+from functools import lru_cache
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -12,13 +14,17 @@ ACTIVATIONS = ("silu", None)
 BACKENDS = ("auto", "shift", "reference")
 
 
-def _padded_rows(bounds: list[tuple[int, int]], history: int, device: torch.device) -> tuple[Tensor, Tensor]:
+# Every layer of a model asks for the same rows, so a few are kept.
+@lru_cache(maxsize=16)
+def _padded_rows(
+    bounds: tuple[tuple[int, int], ...], history: int, device: torch.device
+) -> tuple[Tensor, Tensor, Tensor]:
     """Rows of the tokens, and of the histories, once every document is preceded by ``history`` rows.
 
     With the histories in between, a shift along the rows never reaches into the document before.
 
     Returns:
-        token rows [total tokens] and history rows [N, history].
+        token rows [total tokens], history rows [N, history], and the last rows of each document [N, history].
     """
     edges = torch.tensor(bounds, dtype=torch.long).reshape(-1, 2)
     lengths = edges[:, 1] - edges[:, 0]
@@ -27,16 +33,23 @@ def _padded_rows(bounds: list[tuple[int, int]], history: int, device: torch.devi
     token_rows = tokens + history * (torch.repeat_interleave(document, lengths) + 1)
     first = edges[:, 0] + history * document
     history_rows = first.unsqueeze(1) + torch.arange(history)
-    return token_rows.to(device), history_rows.to(device)
+    # The last rows of a document stand just before the histories of the next one.
+    final_rows = history_rows + lengths.unsqueeze(1)
+    return token_rows.to(device), history_rows.to(device), final_rows.to(device)
 
 
-def _pre_activation(padded: Tensor, weight: Tensor) -> Tensor:
-    """``z[r] = sum_j weight[:, W-1-j] * padded[r-j]`` for every row; only tokens' rows matter."""
-    width = weight.shape[1]
-    z = padded * weight[:, width - 1]
-    for shift in range(1, width):
-        z[shift:].addcmul_(padded[: padded.shape[0] - shift], weight[:, width - 1 - shift])
+def _pre_activation(padded: Tensor, taps: Tensor) -> Tensor:
+    """``z[r] = sum_j taps[W-1-j] * padded[r-j]`` for every row; only tokens' rows matter. ``taps`` is [W, D]."""
+    last = len(taps) - 1
+    z = padded * taps[last]
+    for shift in range(1, last + 1):
+        z[shift:].addcmul_(padded[: len(padded) - shift], taps[last - shift])
     return z
+
+
+def _taps(weight: Tensor, dtype: torch.dtype) -> Tensor:
+    """[W, D], each tap contiguous: a multiply by strided channels is several times slower."""
+    return weight.to(dtype).t().contiguous()
 
 
 class _ShortConv(torch.autograd.Function):
@@ -48,20 +61,17 @@ class _ShortConv(torch.autograd.Function):
         x: Tensor,
         weight: Tensor,
         initial_state: Tensor | None,
-        bounds: list[tuple[int, int]],
+        bounds: tuple[tuple[int, int], ...],
         silu: bool,
     ) -> tuple[Tensor, Tensor]:
         width = weight.shape[1]
-        token_rows, history_rows = _padded_rows(bounds, width - 1, x.device)
+        token_rows, history_rows, final_rows = _padded_rows(bounds, width - 1, x.device)
         padded = x.new_zeros(token_rows.numel() + history_rows.numel(), x.shape[1])
         padded.index_copy_(0, token_rows, x)
         if initial_state is not None:
             padded[history_rows] = initial_state.to(x.dtype).transpose(1, 2)
         dtype = torch.promote_types(x.dtype, torch.float32)
-        z = _pre_activation(padded.to(dtype), weight.to(dtype)).index_select(0, token_rows)
-        # The last W - 1 rows of a document stand just before the histories of the next one.
-        lengths = torch.tensor([end - start for start, end in bounds], dtype=torch.long, device=x.device)
-        final_rows = history_rows + lengths.unsqueeze(1)
+        z = _pre_activation(padded.to(dtype), _taps(weight, dtype)).index_select(0, token_rows)
         final_state = padded[final_rows].transpose(1, 2)
         ctx.save_for_backward(padded, weight, token_rows, history_rows, final_rows)
         ctx.silu = silu
@@ -73,26 +83,26 @@ class _ShortConv(torch.autograd.Function):
     def backward(ctx: FunctionCtx, grad_y: Tensor, grad_final: Tensor) -> tuple[Tensor | None, ...]:
         padded, weight, token_rows, history_rows, final_rows = ctx.saved_tensors
         dtype = torch.promote_types(padded.dtype, torch.float32)
-        wide, wide_weight, width = padded.to(dtype), weight.to(dtype), weight.shape[1]
+        wide, taps = padded.to(dtype), _taps(weight, dtype)
         grad_z = grad_y.to(dtype)
         if ctx.silu:
-            z = _pre_activation(wide, wide_weight).index_select(0, token_rows)
+            z = _pre_activation(wide, taps).index_select(0, token_rows)
             grad_z = torch.ops.aten.silu_backward(grad_z, z)
-        padded_grad = torch.zeros_like(wide).index_copy_(0, token_rows, grad_z)
-        rows = padded_grad.shape[0]
-        grad_weight = torch.empty_like(wide_weight)
-        grad_padded = padded_grad * wide_weight[:, width - 1]
-        grad_weight[:, width - 1] = (padded_grad * wide).sum(dim=0)
-        for shift in range(1, width):
-            tap = width - 1 - shift
-            grad_padded[: rows - shift].addcmul_(padded_grad[shift:], wide_weight[:, tap])
-            grad_weight[:, tap] = (padded_grad[shift:] * wide[: rows - shift]).sum(dim=0)
+        # Rows of histories stay 0, so that nothing flows between documents.
+        grad_rows = torch.zeros_like(wide).index_copy_(0, token_rows, grad_z)
+        rows, last = len(wide), len(taps) - 1
+        grad_taps = torch.empty_like(taps)
+        grad_padded = grad_rows * taps[last]
+        grad_taps[last] = (grad_rows * wide).sum(dim=0)
+        for shift in range(1, last + 1):
+            grad_padded[: rows - shift].addcmul_(grad_rows[shift:], taps[last - shift])
+            grad_taps[last - shift] = (grad_rows[shift:] * wide[: rows - shift]).sum(dim=0)
         grad_padded.index_put_((final_rows,), grad_final.to(dtype).transpose(1, 2), accumulate=True)
         grad_x = grad_padded.index_select(0, token_rows).to(padded.dtype)
         grad_state = None
         if ctx.state_dtype is not None:
             grad_state = grad_padded[history_rows].transpose(1, 2).to(ctx.state_dtype)
-        return grad_x, grad_weight.to(weight.dtype), grad_state, None, None
+        return grad_x, grad_taps.t().to(weight.dtype), grad_state, None, None
 
 
 def short_conv(
@@ -136,7 +146,7 @@ def short_conv(
             f"x has shape {list(x.shape)} and weight {list(weight.shape)}; they must be "
             "[batch, sequence, channels] and [channels, taps] with the same number of channels."
         )
-    bounds = document_bounds(cu_seqlens, x.shape[0], x.shape[1])
+    bounds = tuple(document_bounds(cu_seqlens, x.shape[0], x.shape[1]))
     state_shape = (len(bounds), x.shape[2], weight.shape[1] - 1)
     if initial_state is not None and initial_state.shape != torch.Size(state_shape):
         raise ValueError(
