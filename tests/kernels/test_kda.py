@@ -291,6 +291,30 @@ def test_bf16_is_fp32_inside() -> None:
     assert [x.dtype for x in gradients] == [x.dtype for x in inputs]
 
 
+def test_autocast_does_not_reach_inside() -> None:
+    def gradients() -> list[Tensor]:
+        leaves = [x.requires_grad_() for x in raw_inputs(40)]
+        o, _ = kda_attention(*leaves, backend="chunk")
+        return [o, *torch.autograd.grad(o.square().sum(), leaves)]
+
+    wanted = gradients()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found = gradients()
+    for a, b in zip(found, wanted):
+        assert torch.equal(a, b)
+
+
+def test_training_after_a_rollout_of_the_same_lengths() -> None:
+    inputs = raw_inputs(41)
+    cu_seqlens = torch.tensor([0, 13, 41])
+    with torch.inference_mode():
+        rolled, _ = kda_attention(*inputs, cu_seqlens=cu_seqlens, backend="chunk")
+    leaves = [x.requires_grad_() for x in inputs]
+    o, _ = kda_attention(*leaves, cu_seqlens=cu_seqlens, backend="chunk")
+    o.sum().backward()
+    assert torch.equal(o, rolled)
+
+
 @pytest.mark.parametrize("backend", ["naive", "chunk"])
 def test_no_tokens(backend: str) -> None:
     inputs = [x.requires_grad_() for x in raw_inputs(0)]

@@ -127,6 +127,15 @@ def test_prefill_and_decode_equal_the_whole() -> None:
     assert torch.equal(state, whole_state)
 
 
+def test_training_after_a_rollout_of_the_same_lengths() -> None:
+    x, weight, cu_seqlens = torch.randn(1, 13, 6), torch.randn(6, 4), torch.tensor([0, 4, 13])
+    with torch.inference_mode():
+        rolled, _ = short_conv(x, weight, cu_seqlens=cu_seqlens)
+    y, _ = short_conv(x.requires_grad_(), weight, cu_seqlens=cu_seqlens)
+    y.sum().backward()
+    assert torch.equal(y, rolled)
+
+
 def test_bf16_is_fp32_inside() -> None:
     torch.manual_seed(0)
     x, weight = torch.randn(1, 12, 6).bfloat16().requires_grad_(), torch.randn(6, 4).requires_grad_()

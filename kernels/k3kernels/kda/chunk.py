@@ -269,8 +269,9 @@ class _ChunkKda(torch.autograd.Function):
         if grad_final is None:
             grad_final = grad_o.new_zeros(shape)
         grad_final = grad_final.to(dtype)[layout.order].flatten(0, 1)
-        *grads, grad_first = _recur_backward(saved, grad_o, grad_final, layout, unshift)
-        grads = _inputs_backward(saved, (grad_o, *grads), ctx.scale, ctx.shift)
+        with torch.autocast(grad_o.device.type, enabled=False):
+            *grads, grad_first = _recur_backward(saved, grad_o, grad_final, layout, unshift)
+            grads = _inputs_backward(saved, (grad_o, *grads), ctx.scale, ctx.shift)
         by_token = [layout.from_chunks(x, ctx.batch).to(to) for x, to in zip(grads, ctx.dtypes)]
         grad_state = None
         if ctx.state_dtype is not None:
@@ -321,4 +322,6 @@ def chunk_kda(
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     floored = lower_bound is not None and -lower_bound * CHUNK_SIZE <= MAX_CHUNK_DECAY
     shift = -lower_bound * CHUNK_SIZE / 2 if floored else None
-    return _ChunkKda.apply(q, k, v, g, beta, initial_state, layout, scale, shift, output_final_state)
+    # Autocast would quietly run the products in bf16.
+    with torch.autocast(q.device.type, enabled=False):
+        return _ChunkKda.apply(q, k, v, g, beta, initial_state, layout, scale, shift, output_final_state)

@@ -81,10 +81,12 @@ class ChunkLayout:
 
 # Every layer of a model asks for the same layout, so a few are kept.
 @lru_cache(maxsize=16)
+@torch.inference_mode(False)
 def chunk_layout(
     bounds: tuple[tuple[int, int], ...], num_heads: int, chunk_size: int, device: torch.device
 ) -> ChunkLayout:
     """The layout of documents with the given ``(start, end)``; they cover the token axis in order."""
+    # Made outside inference mode, for a layout first asked for by a rollout is kept for training.
     chunk_counts = [-(-(end - start) // chunk_size) for start, end in bounds]
     order = sorted(range(len(bounds)), key=lambda document: -chunk_counts[document])
     steps = max(chunk_counts, default=0)

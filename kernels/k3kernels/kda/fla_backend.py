@@ -47,6 +47,6 @@ def fla_kda_attention(
         safe_gate=safe_gate,
         lower_bound=lower_bound if floored else None,
         state_v_first=False,
-        cu_seqlens=cu_seqlens,
+        cu_seqlens=None if cu_seqlens is None else cu_seqlens.long(),
     )
     return o.to(v.dtype), final_state

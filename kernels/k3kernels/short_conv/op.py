@@ -16,12 +16,14 @@ BACKENDS = ("auto", "shift", "reference")
 
 # Every layer of a model asks for the same rows, so a few are kept.
 @lru_cache(maxsize=16)
+@torch.inference_mode(False)
 def _padded_rows(
     bounds: tuple[tuple[int, int], ...], history: int, device: torch.device
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Rows of the tokens, and of the histories, once every document is preceded by ``history`` rows.
 
-    With the histories in between, a shift along the rows never reaches into the document before.
+    With the histories in between, a shift along the rows never reaches into the document before. Made outside
+    inference mode, for rows first asked for by a rollout are kept for training.
 
     Returns:
         token rows [total tokens], history rows [N, history], and the last rows of each document [N, history].
