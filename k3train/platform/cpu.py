@@ -13,11 +13,14 @@ import contextlib
 import functools
 import importlib
 import os
+import queue
 import sys
 import types
+from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 _installed = False
 
@@ -122,6 +125,7 @@ def _patch_tensor_methods() -> None:
 
 
 def _patch_megatron() -> None:
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
     from megatron.core.tensor_parallel import random as tp_random
     from megatron.core.transformer.moe import token_dispatcher
 
@@ -134,6 +138,9 @@ def _patch_megatron() -> None:
     def split_sizes(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
         return tensor.numpy() if as_numpy and isinstance(tensor, torch.Tensor) else tensor
 
+    # Checkpoints are written by threads of the rank itself; the default is a queue in a process of its own per rank,
+    # which takes seconds to start on a laptop and cannot start in a daemonic worker.
+    filesystem_async._results_queue = queue.Queue()
     tp_random._get_cuda_rng_state = get_state
     tp_random._set_cuda_rng_state = set_state
     token_dispatcher.maybe_move_tensor_to_cpu = split_sizes
@@ -149,6 +156,53 @@ def _run_eagerly() -> None:
         sys.modules["torch._dynamo"].config.disable = True
 
 
+def _padded(parts: Sequence[torch.Tensor], length: int) -> torch.Tensor:
+    """Tensors [n_i, ...] end to end as [len(parts) * length, ...], each filled up with zeros."""
+    whole = parts[0].new_zeros(len(parts), length, *parts[0].shape[1:])
+    for row, part in zip(whole, parts):
+        row[: len(part)] = part
+    return whole.flatten(0, 1)
+
+
+def _patch_uneven_collectives() -> None:
+    """Expert tensor parallelism gathers and reduce-scatters as many tokens as each rank has; pad them for gloo."""
+    from megatron.core.tensor_parallel import mappings
+
+    even_gather, even_reduce_scatter = mappings._gather_along_first_dim, mappings._reduce_scatter_along_first_dim
+
+    def gather(
+        input_: torch.Tensor,
+        group: Any,
+        output_split_sizes: Sequence[int] | None = None,
+        use_global_buffer: bool = False,
+    ) -> torch.Tensor:
+        if output_split_sizes is None or group.size() == 1:
+            return even_gather(input_, group, None, use_global_buffer)
+        sizes = [int(size) for size in output_split_sizes]
+        padded = _padded([input_], max(sizes))
+        whole = [torch.empty_like(padded) for _ in sizes]
+        if padded.numel():
+            dist.all_gather(whole, padded, group=group)
+        return torch.cat([part[:size] for part, size in zip(whole, sizes)])
+
+    def reduce_scatter(
+        input_: torch.Tensor,
+        group: Any,
+        input_split_sizes: Sequence[int] | None = None,
+        use_global_buffer: bool = False,
+    ) -> torch.Tensor:
+        if input_split_sizes is None or group.size() == 1:
+            return even_reduce_scatter(input_, group, None, use_global_buffer)
+        sizes = [int(size) for size in input_split_sizes]
+        padded = _padded(input_.split(sizes), max(sizes))
+        mine = input_.new_empty(max(sizes), *input_.shape[1:])
+        if mine.numel():
+            dist.reduce_scatter_tensor(mine, padded, group=group)
+        return mine[: sizes[group.rank()]]
+
+    mappings._gather_along_first_dim, mappings._reduce_scatter_along_first_dim = gather, reduce_scatter
+
+
 def install() -> None:
     """Adapt torch and Megatron-Core to the CPU, once. Call before any Megatron module is built."""
     global _installed
@@ -158,4 +212,5 @@ def install() -> None:
     _patch_torch_cuda()
     _patch_tensor_methods()
     _patch_megatron()
+    _patch_uneven_collectives()
     _installed = True
