@@ -18,7 +18,7 @@ def fla_kda_attention(
     *,
     gate: str,
     lower_bound: float,
-    scale: float,
+    scale: float | None,
     cu_seqlens: Tensor | None,
     initial_state: Tensor | None,
     output_final_state: bool,

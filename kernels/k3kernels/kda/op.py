@@ -17,6 +17,11 @@ def _expect(name: str, tensor: Tensor, shape: Sequence[int], meaning: str) -> No
         raise ValueError(f"{name} has shape {list(tensor.shape)}; it must be {list(shape)} ({meaning}).")
 
 
+def _expect_state(name: str, state: Tensor, sequences: int, q: Tensor, v: Tensor) -> None:
+    shape = (sequences, *q.shape[-2:], v.shape[-1])
+    _expect(name, state, shape, "[sequences, heads, key dim, value dim]")
+
+
 def _check(
     q: Tensor, k: Tensor, v: Tensor, f: Tensor, b: Tensor, A_log: Tensor, dt_bias: Tensor, lower_bound: float
 ) -> None:
@@ -82,17 +87,11 @@ def kda_attention(
     if q.dim() != 4:
         raise ValueError(f"q has shape {list(q.shape)}; it must be [batch, sequence, heads, key dim].")
     _check(q, k, v, f, b, A_log, dt_bias, lower_bound)
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    sequences = q.shape[0] if cu_seqlens is None else cu_seqlens.numel() - 1
     if initial_state is not None:
-        sequences = q.shape[0] if cu_seqlens is None else cu_seqlens.numel() - 1
-        shape = (sequences, *q.shape[2:], v.shape[-1])
-        _expect("initial_state", initial_state, shape, "[sequences, heads, key dim, value dim]")
-    shared = {
-        "scale": scale,
-        "cu_seqlens": cu_seqlens,
-        "initial_state": initial_state,
-        "output_final_state": output_final_state,
-    }
+        _expect_state("initial_state", initial_state, sequences, q, v)
+    shared = {"scale": scale, "cu_seqlens": cu_seqlens, "initial_state": initial_state}
+    shared["output_final_state"] = output_final_state
     if backend == "fla":
         return fla_kda_attention(q, k, v, f, b, A_log, dt_bias, gate=gate, lower_bound=lower_bound, **shared)
     g = kda_gate(f, A_log, dt_bias, gate, lower_bound)
@@ -143,7 +142,7 @@ def kda_decode_step(
     if q.dim() != 3:
         raise ValueError(f"q has shape {list(q.shape)}; it must be [sequences, heads, key dim].")
     _check(q, k, v, f, b, A_log, dt_bias, lower_bound)
-    _expect("state", state, (*q.shape, v.shape[-1]), "[sequences, heads, key dim, value dim]")
+    _expect_state("state", state, q.shape[0], q, v)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     g = kda_gate(f, A_log, dt_bias, gate, lower_bound)
     o, state = recurrent_step(
