@@ -73,6 +73,10 @@ def build_transformer_config(
         expert_tensor_parallel_size=parallel.expert_tensor,
         sequence_parallel=parallel.tensor > 1,
         variable_seq_lengths=parallel.pipeline > 1,
+        # Batched, a pair of stages that are neighbours on both sides (PP 2 with virtual stages) mixes up activations
+        # and gradients: both travel between the same two ranks, and a batch matches them in the order it lists them.
+        overlap_p2p_comm=parallel.virtual_pipeline > 1,
+        batch_p2p_comm=parallel.virtual_pipeline == 1,
         params_dtype=dtype,
         pipeline_dtype=dtype,
         bf16=precision == "bf16",
