@@ -17,6 +17,7 @@ With the floor of K3 the cumulative log-decay of 16 tokens lies in (-80, 0): spl
 Without such a floor ``halving.py`` makes them. No exponent is anchored at a later token.
 """
 
+import itertools
 import math
 from typing import NamedTuple
 
@@ -50,18 +51,27 @@ class _Chunks(NamedTuple):
     states: Tensor  # [M, K, V] before each chunk
 
 
+def _running_sum_(x: Tensor, reverse: bool = False) -> Tensor:
+    """In-place cumulative sum along dim 1, from the end if ``reverse``: whole rows added, which beats cumsum."""
+    rows = x.unbind(1)
+    rows = rows[::-1] if reverse else rows
+    for before, row in itertools.pairwise(rows):
+        row += before
+    return x
+
+
 def _prepare(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, scale: float, shift: float | None
 ) -> tuple[Tensor | None, ...]:
     """All that does not need the state: the fields of ``_Chunks`` from ``G`` to ``WU``.
 
-    ``shift`` is the constant anchor of the exponents, or None for decays without a floor.
+    ``shift`` is the constant anchor of the exponents, or None for decays without a floor. ``g`` may be overwritten.
     """
     chunk, key_dim = k.shape[1:]
     rows = q.new_empty(q.shape[0], 2, chunk, key_dim)
     if shift is not None:
         G = None
-        decay = g.cumsum(dim=1).add_(shift).exp_()
+        decay = _running_sum_(g).add_(shift).exp_()
         torch.mul(q, decay, out=rows[:, 0]).mul_(scale)
         torch.mul(k, decay, out=rows[:, 1]).mul_(beta)
         cols = k / decay
@@ -194,10 +204,9 @@ def _inputs_backward(
         grad_rows *= decay.unsqueeze(1)
         plain = torch.stack([q * scale, k * beta], dim=1)
         grad_G = (plain * grad_rows).sum(dim=1)
-        from_scores, grad_k, grad_g = halving_scores_backward(grad_scores, plain, k, G)
+        from_scores, grad_k, through_scores = halving_scores_backward(grad_scores, plain, k, G)
         grad_rows += from_scores
     else:
-        grad_g = torch.zeros_like(k)
         flat = grad_scores.flatten(1, 2)
         cols = k / decay
         grad_rows = torch.baddbmm(grad_rows.flatten(1, 2), flat, cols, beta=unshift).view(rows.shape)
@@ -211,10 +220,11 @@ def _inputs_backward(
     grad_q = grad_rows[:, 0].addcmul_(diagonal, k)
     grad_q *= scale
     # A gate acts on what its token and the later ones read, and on what the earlier ones left to the next chunk.
-    # Both sums are products with triangles of ones, quicker than cumsum along a middle dim.
     grad_G[:, -1] += grad_log
-    ones = torch.ones(chunk, chunk, dtype=k.dtype, device=k.device).expand_as(inverse)
-    grad_g.baddbmm_(ones.triu(), grad_G).baddbmm_(ones.tril(-1), through_tail.mul_(k))
+    grad_g = _running_sum_(grad_G, reverse=True)
+    if shift is None:
+        grad_g += through_scores
+    grad_g[:, 1:] += _running_sum_(through_tail.mul_(k))[:, :-1]
     grad_beta = (k * grad_rows[:, 1]).sum(dim=-1) + (v * grad_right[..., key_dim:]).sum(dim=-1)
     return grad_q, grad_k, grad_right[..., key_dim:] * beta, grad_g, grad_beta
 

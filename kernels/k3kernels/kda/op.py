@@ -87,9 +87,8 @@ def kda_attention(
     if q.dim() != 4:
         raise ValueError(f"q has shape {list(q.shape)}; it must be [batch, sequence, heads, key dim].")
     _check(q, k, v, f, b, A_log, dt_bias, lower_bound)
-    sequences = q.shape[0] if cu_seqlens is None else cu_seqlens.numel() - 1
     if initial_state is not None:
-        _expect_state("initial_state", initial_state, sequences, q, v)
+        _expect_state("initial_state", initial_state, q.shape[0] if cu_seqlens is None else len(cu_seqlens) - 1, q, v)
     shared = {"scale": scale, "cu_seqlens": cu_seqlens, "initial_state": initial_state}
     shared["output_final_state"] = output_final_state
     if backend == "fla":
