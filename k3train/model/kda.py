@@ -18,6 +18,7 @@ from k3train.parallel.regions import (
     mark_sharded,
     row_parallel,
 )
+from k3train.parallel.sharding import with_tensor_axes
 
 State = dict[str, torch.Tensor]
 
@@ -123,7 +124,5 @@ class KimiDeltaAttention(MegatronModule):
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None) -> dict:
         """Sharded tensors of this module; the fp32 per-channel parameters are cut over tensor-parallel ranks."""
-        from k3train.checkpoint.sharding import with_tensor_axes
-
         axes = dict.fromkeys(("q_conv", "k_conv", "v_conv", "A_log", "dt_bias"), 0)
         return with_tensor_axes(self, axes, prefix, sharded_offsets, metadata)

@@ -16,9 +16,10 @@ from k3kernels.quantile_balancing import (
 from megatron.core.transformer.moe.router import TopKRouter
 
 from k3train.model.transformer_config import K3TransformerConfig
+from k3train.parallel.balance import BalancedRouter
 
 
-class QuantileBalancingRouter(TopKRouter):
+class QuantileBalancingRouter(TopKRouter, BalancedRouter):
     """Chooses experts by score + bias, weighs them by score alone.
 
     While training, every routed token is counted: once per forward pass that builds a graph, so that evaluation and

@@ -10,7 +10,23 @@ import torch.distributed as dist
 from k3kernels.quantile_balancing import dead_fraction, max_violation
 from megatron.core import parallel_state
 
-from k3train.model.router import QuantileBalancingRouter
+
+class BalancedRouter(torch.nn.Module):
+    """What balancing needs of a router: counts of the tokens on this rank, and a bias set from pooled counts."""
+
+    layer_number: int
+    collects_statistics: bool
+    selection_bias: torch.Tensor  # [n_experts]
+    tokens_per_expert: torch.Tensor  # [n_experts]
+    histogram: torch.Tensor  # [n_experts, bins]
+
+    def set_bias(self, tokens_per_expert: torch.Tensor, histogram: torch.Tensor) -> None:
+        """Set the next step's bias from counts of the global batch."""
+        raise NotImplementedError
+
+    def reset_statistics(self) -> None:
+        """Forget this step's counts."""
+        raise NotImplementedError
 
 
 @dataclass
@@ -23,9 +39,9 @@ class LayerBalance:
     tokens_per_expert: list[int]
 
 
-def routers_of(models: Iterable[torch.nn.Module]) -> list[QuantileBalancingRouter]:
+def routers_of(models: Iterable[torch.nn.Module]) -> list[BalancedRouter]:
     """Every router of the model chunks on this rank, in layer order."""
-    return [m for model in models for m in model.modules() if isinstance(m, QuantileBalancingRouter)]
+    return [m for model in models for m in model.modules() if isinstance(m, BalancedRouter)]
 
 
 @torch.no_grad()
