@@ -1,0 +1,255 @@
+"""Every layout computes what one rank computes: loss, gradients, gradient norm, router biases, updated parameters.
+
+The same global batch of packed documents goes through a small K3 in fp32 on each layout. Sums run in another order
+there, so floats agree to a few rounding errors; the router biases are read off integer counts and agree bit for bit.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from pool import WorkerPool
+
+from k3train.config.model import AttentionResidualConfig, KDAConfig, MLAConfig, ModelConfig, MoEConfig, MTPConfig
+from k3train.config.schema import OptimConfig, ParallelConfig, RecipeConfig, TrainConfig
+
+STEPS = 3
+LOSS_TOLERANCE = 1e-6  # relative
+GRADIENT_TOLERANCE = 1e-5  # relative, in norm, per parameter
+PARAMETER_TOLERANCE = 1e-5  # likewise, after STEPS optimizer steps
+
+Shards = dict[str, tuple[torch.Tensor, dict[int, tuple[int, int]]]]
+
+
+def recipe(micro_batch_size: int = 1, mtp: bool = False, **parallel: Any) -> RecipeConfig:
+    """Layers KKMKKM in blocks of three, the first one dense; 60 tokens in 64 rows of embedding."""
+    model = ModelConfig(
+        num_layers=6,
+        hidden_size=32,
+        vocab_size=60,
+        vocab_padding_multiple=16,
+        ffn_hidden_size=64,
+        full_attention_layers=[3, 6],
+        kda=KDAConfig(num_heads=4, head_dim=8),
+        mla=MLAConfig(
+            num_heads=4, q_lora_rank=16, kv_lora_rank=16, qk_nope_head_dim=8, qk_rope_head_dim=4, v_head_dim=8
+        ),
+        attention_residual=AttentionResidualConfig(block_size=3, query_init="normal"),
+        moe=MoEConfig(num_experts=8, top_k=2, latent_size=16, expert_hidden_size=24),
+        mtp=MTPConfig(num_layers=int(mtp)),
+    )
+    return RecipeConfig(
+        model=model,
+        parallel=ParallelConfig(**parallel),
+        # Adam with a small eps turns the rounding of near-zero gradients into whole steps of lr.
+        optim=OptimConfig(lr=1e-3, schedule="constant", eps=1e-3),
+        train=TrainConfig(steps=STEPS, seq_length=32, micro_batch_size=micro_batch_size, global_batch_size=8),
+    )
+
+
+def global_batch(config: RecipeConfig, step: int) -> dict[str, torch.Tensor]:
+    """Rows of packed documents of random lengths, with some positions out of the loss."""
+    rows, length = config.train.global_batch_size, config.train.seq_length
+    generator = torch.Generator().manual_seed(100 + step)
+    tokens = torch.randint(0, config.model.vocab_size, (rows, length + 1), generator=generator)
+    starts = torch.rand(rows, length, generator=generator) < 0.12
+    starts[:, 0] = False
+    return {
+        "tokens": tokens[:, :-1].contiguous(),
+        "labels": tokens[:, 1:].contiguous(),
+        "loss_mask": (torch.rand(rows, length, generator=generator) > 0.2).float(),
+        "document_ids": starts.cumsum(dim=1),
+    }
+
+
+def train(rank: int, world_size: int, config: RecipeConfig) -> dict[str, Any]:
+    """Run STEPS steps on this rank; returns its reports and its shards of gradients, biases and parameters."""
+    from megatron.core import parallel_state
+
+    from k3train.model.build import build_chunks, start_model_parallel
+    from k3train.optim.build import build_optimizer, wrap_data_parallel
+    from k3train.parallel.balance import update_router_bias
+    from k3train.stages.pretrain import PretrainStage
+    from k3train.train.step import StepRunner
+
+    class Loss:
+        loss = PretrainStage.loss
+
+        def __init__(self) -> None:
+            self.config = config
+
+    start_model_parallel(config.parallel)
+    chunks, transformer_config = build_chunks(config)
+    models = wrap_data_parallel(chunks, transformer_config, config.parallel)
+    optimizer = build_optimizer(config.optim, models, config.parallel, "fp32")
+    runner = StepRunner(models, transformer_config, config.train, Loss(), torch.device("cpu"))
+    data_rank, data_size = parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
+    out: dict[str, Any] = {"reports": [], "grad_norm": [], "bias": []}
+    for step in range(STEPS):
+        mine = {key: rows.chunk(data_size)[data_rank] for key, rows in global_batch(config, step).items()}
+        pieces = {key: rows.split(config.train.micro_batch_size) for key, rows in mine.items()}
+        micro_batches = [dict(zip(pieces, values)) for values in zip(*pieces.values())]
+        optimizer.zero_grad()
+        out["reports"].append(runner.forward_backward(micro_batches))
+        if step == 0:
+            complete_gradients(models)
+            out["gradients"] = shards(chunks, config, lambda p: p.main_grad)
+        _, grad_norm, _ = optimizer.step()
+        out["grad_norm"].append(float(grad_norm))
+        update_router_bias(models)
+        out["bias"].append({n: b.clone() for c in chunks for n, b in c.named_buffers() if n.endswith("selection_bias")})
+    out["parameters"] = shards(chunks, config, lambda p: p.detach())
+    return out
+
+
+def complete_gradients(models: list[Any]) -> None:
+    """The distributed optimizer leaves each data-parallel rank its part of a bucket's sum; fetch the others' parts."""
+    for model in models:
+        for buffer in model.buffers + model.expert_parallel_buffers:
+            group = buffer.data_parallel_group
+            for bucket in buffer.buckets:
+                part = bucket.grad_data.chunk(group.size())[group.rank()].clone()
+                dist.all_gather_into_tensor(bucket.grad_data, part, group=group)
+
+
+def shards(chunks: list[torch.nn.Module], config: RecipeConfig, read: Any) -> Shards:
+    """This rank's part of every parameter by global name, with {dim: (index, number)} of the cuts."""
+    from megatron.core import parallel_state
+
+    tensor = (parallel_state.get_tensor_model_parallel_rank(), config.parallel.tensor)
+    expert = (parallel_state.get_expert_model_parallel_rank(), config.parallel.expert)
+    expert_tensor = (parallel_state.get_expert_tensor_parallel_rank(), config.parallel.expert_tensor)
+    out = {}
+    for chunk in chunks:
+        for name, parameter in chunk.named_parameters():
+            if getattr(parameter, "k3_expert", False):
+                cuts = {0: expert, 2: expert_tensor}
+            elif getattr(parameter, "tensor_model_parallel", False):
+                cuts = {parameter.partition_dim: tensor}
+            else:
+                cuts = {}
+            out[name] = (read(parameter).clone(), cuts)
+    return out
+
+
+def assemble(ranks: list[dict[str, Any]], what: str) -> dict[str, torch.Tensor]:
+    """Whole tensors by name from all ranks' shards; copies that several ranks hold must be the same bits."""
+    whole: dict[str, torch.Tensor] = {}
+    for result in ranks:
+        for name, (shard, cuts) in result[what].items():
+            shape, where = list(shard.shape), [slice(None)] * shard.dim()
+            for dim, (index, number) in cuts.items():
+                where[dim] = slice(index * shape[dim], (index + 1) * shape[dim])
+                shape[dim] *= number
+            target = whole.setdefault(name, torch.full(shape, torch.nan))[tuple(where)]
+            if not target.isnan().all():
+                assert torch.equal(target, shard), f"{what} of {name} differ between ranks that hold the same part"
+            target.copy_(shard)
+    for name, tensor in whole.items():
+        assert not tensor.isnan().any(), f"{what} of {name} are not complete"
+    return whole
+
+
+def assert_close_in_norm(
+    actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], tolerance: float, what: str
+) -> None:
+    """Every tensor within `tolerance` of the expected one, relative to that one's norm; all failures in one message."""
+    assert actual.keys() == expected.keys()
+    far = []
+    for name, reference in expected.items():
+        assert actual[name].shape == reference.shape, name
+        norm = float(reference.norm())
+        error = float((actual[name] - reference).norm()) / (norm or 1.0)
+        if not error <= tolerance:
+            far.append(f"{name}: {error:.2e}")
+    assert not far, f"{what} beyond {tolerance:g} of the one-rank run:\n" + "\n".join(far)
+
+
+@pytest.fixture(scope="module")
+def one_rank(pool: WorkerPool) -> dict[bool, list[dict[str, Any]]]:
+    """The one-rank runs, without and with multi-token prediction."""
+    return {mtp: pool.run(train, 1, recipe(mtp=mtp)) for mtp in (False, True)}
+
+
+LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "dp2": (2, {}),
+    "tp2": (2, {"tensor": 2}),
+    "pp2": (2, {"pipeline": 2}),
+    "ep2": (2, {"expert": 2}),
+    "tp2-ep2": (2, {"tensor": 2, "expert": 2}),
+    "tp2-ep2-dp2": (4, {"tensor": 2, "expert": 2}),
+    "pp2-ep2-uneven": (4, {"pipeline": 2, "expert": 2, "pipeline_layout": "Et*4|t*2L"}),
+    "tp2-pp2": (4, {"tensor": 2, "pipeline": 2}),
+    "tp2-pp2-ep4-dp2": (8, {"tensor": 2, "pipeline": 2, "expert": 4}),
+    "vpp2": (2, {"pipeline": 2, "virtual_pipeline": 2, "pipeline_layout": "Et|tt|t|ttL"}),
+    "etp2": (2, {"tensor": 2, "expert_tensor": 2}),
+    "etp2-ep2": (4, {"tensor": 2, "expert_tensor": 2, "expert": 2}),
+    "mtp-pp2": (2, {"mtp": True, "pipeline": 2}),
+    "mtp-pp2-dp2": (4, {"mtp": True, "pipeline": 2}),
+    "mtp-tp2-pp2": (4, {"mtp": True, "tensor": 2, "pipeline": 2}),
+    "recompute": (1, {"recompute": "full"}),
+    "recompute-tp2-pp2": (4, {"tensor": 2, "pipeline": 2, "recompute": "full"}),
+    "micro-batch-2": (1, {"micro_batch_size": 2}),
+    "micro-batch-4": (1, {"micro_batch_size": 4}),
+    "micro-batch-2-dp2": (2, {"micro_batch_size": 2}),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_layout_equals_one_rank(
+    pool: WorkerPool, one_rank: dict[bool, list[dict[str, Any]]], layout: str
+) -> None:
+    world_size, settings = LAYOUTS[layout]
+    expected = one_rank[settings.get("mtp", False)]
+    actual = pool.run(train, world_size, recipe(**settings))
+    for step in range(STEPS):
+        for result in actual:
+            assert result["reports"][step] == pytest.approx(expected[0]["reports"][step], rel=LOSS_TOLERANCE)
+            assert result["grad_norm"][step] == pytest.approx(expected[0]["grad_norm"][step], rel=GRADIENT_TOLERANCE)
+    assert_close_in_norm(
+        assemble(actual, "gradients"), assemble(expected, "gradients"), GRADIENT_TOLERANCE, "gradients"
+    )
+    assert_close_in_norm(
+        assemble(actual, "parameters"), assemble(expected, "parameters"), PARAMETER_TOLERANCE, "parameters"
+    )
+    assert_biases_equal(actual, expected)
+
+
+def assert_biases_equal(actual: list[dict[str, Any]], expected: list[dict[str, Any]]) -> None:
+    """The bits of every router's bias after every step, on every rank that holds the router."""
+    for step in range(STEPS):
+        reference = expected[0]["bias"][step]
+        seen = set()
+        for rank, result in enumerate(actual):
+            for name, bias in result["bias"][step].items():
+                seen.add(name)
+                assert torch.equal(bias, reference[name]), f"step {step}, rank {rank}, {name}: {bias - reference[name]}"
+        assert seen == reference.keys()
+
+
+def test_the_one_rank_run_exercises_every_parameter(one_rank: dict[bool, list[dict[str, Any]]]) -> None:
+    """The comparison means something: gradients don't vanish, every bias moves, the loss is that of 60 tokens."""
+    for runs in one_rank.values():
+        # The first sublayer mixes over a single source, the embedding, whatever its query.
+        still = {name for name, gradient in assemble(runs, "gradients").items() if not gradient.any()}
+        assert still == {"decoder.layers.0.mixer_residual.query", "decoder.layers.0.mixer_residual.norm"}
+        for bias in runs[0]["bias"][0].values():
+            assert bias.abs().max() > 0
+        assert runs[0]["reports"][0]["loss"] == pytest.approx(4.1, abs=0.4)  # ln 60
+
+
+def test_the_comparison_notices_a_small_difference(
+    pool: WorkerPool, one_rank: dict[bool, list[dict[str, Any]]]
+) -> None:
+    """A learning rate that is 1 % off fails it."""
+    config = recipe()
+    other = dataclasses.replace(config, optim=dataclasses.replace(config.optim, lr=config.optim.lr * 1.01))
+    actual = pool.run(train, 1, other)
+    with pytest.raises(AssertionError, match="parameters beyond"):
+        assert_close_in_norm(
+            assemble(actual, "parameters"), assemble(one_rank[False], "parameters"), PARAMETER_TOLERANCE, "parameters"
+        )
