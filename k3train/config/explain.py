@@ -57,9 +57,7 @@ def explain(error: Exception) -> UserError:
     if isinstance(cause, ValidationError | UnsupportedValueType):
         cure = as_override(default_of(key)) if key in leaf_types() else "VALUE"
         settable = re.sub(r"\[(\d+)\]", r".\1", key)
-        return UserError(
-            f"{key} has the wrong type ({reason}); allowed: {expected(key)}; try {settable}={cure}"
-        )
+        return UserError(f"{key} has the wrong type ({reason}); allowed: {expected(key)}; try {settable}={cure}")
     return UserError(f"the recipe cannot be composed at {key}: {reason}")
 
 

@@ -45,9 +45,7 @@ def leaf_types() -> dict[str, str]:
 @cache
 def sections() -> frozenset[str]:
     """Dotted paths of the sections, e.g. `model` and `model.kda`."""
-    return frozenset(
-        key.rsplit(".", depth)[0] for key in leaf_types() for depth in range(1, key.count(".") + 1)
-    )
+    return frozenset(key.rsplit(".", depth)[0] for key in leaf_types() for depth in range(1, key.count(".") + 1))
 
 
 def is_known(key: str) -> bool:

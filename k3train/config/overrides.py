@@ -62,9 +62,7 @@ def check_overrides(overrides: list[str], hydra: Hydra, multirun: bool = False) 
             raise unknown_key(key, text.partition("=")[2], groups)
     if not any(override.key_or_group == "recipe" for override in parsed):
         names = group_options(hydra, "recipe")
-        raise UserError(
-            f"recipe is not chosen; allowed: {', '.join(names)}; try recipe={_nearest('k3-tiny', names)}"
-        )
+        raise UserError(f"recipe is not chosen; allowed: {', '.join(names)}; try recipe={_nearest('k3-tiny', names)}")
 
 
 def _check_option(override: Override, options: list[str]) -> None:

@@ -1,0 +1,104 @@
+"""Which data, optimizer, loop and run sections make sense."""
+
+from __future__ import annotations
+
+from k3train.config.rules import check_choice, check_range, refuse, value_at
+from k3train.config.schema import RecipeConfig
+from k3train.errors import UserError
+
+CHOICES = {
+    "optim.name": ("adamw",),
+    "optim.schedule": ("cosine", "constant"),
+    "stage.name": ("pretrain",),
+    "train.precision": ("fp32", "bf16"),
+    "checkpoint.resume": ("auto", "never"),
+    "telemetry.wandb.mode": ("auto", "online", "offline", "disabled"),
+    "run.device": ("auto", "cpu", "cuda"),
+}
+AT_LEAST = {
+    "train.steps": (1, 300),
+    "train.seq_length": (2, 256),
+    "train.micro_batch_size": (1, 4),
+    "train.global_batch_size": (1, 16),
+    "train.seed": (0, 1234),
+    "train.eval_interval": (0, 50),
+    "train.eval_samples": (0, 64),
+    "train.log_expert_load_interval": (1, 10),
+    "checkpoint.interval": (0, 100),
+    "checkpoint.keep_last": (0, 2),
+    "data.num_workers": (0, 0),
+    "optim.min_lr": (0, 3e-4),
+    "optim.weight_decay": (0, 0.1),
+    "optim.clip_grad": (0, 1.0),
+}
+NOT_EMPTY = {
+    "run.name": "k3-tiny",
+    "run.dir": "runs/k3-tiny",
+    "data.tokenizer": "data/demo/tokenizer.json",
+    "telemetry.wandb.project": "k3train",
+}
+
+
+def check_run(config: RecipeConfig) -> None:
+    """Refuse values of the sections other than model and parallel that are out of range or contradict."""
+    for key, options in CHOICES.items():
+        check_choice(config, key, options)
+    for key, (least, good) in AT_LEAST.items():
+        check_range(config, key, good, least=least)
+    for key, good in NOT_EMPTY.items():
+        if not value_at(config, key):
+            raise refuse(config, key, "is empty", "any text", f"{key}={good}")
+    check_range(config, "run.timeout_minutes", 30, above=0)
+    if config.run.threads_per_rank is not None:
+        check_range(config, "run.threads_per_rank", "null", least=1)
+    _check_optim(config)
+    _check_corpora(config)
+
+
+def _check_optim(config: RecipeConfig) -> None:
+    optim = config.optim
+    check_range(config, "optim.lr", 3e-3, above=0)
+    check_range(config, "optim.warmup_fraction", 0.01, least=0, below=1)
+    check_range(config, "optim.eps", 1e-8, above=0)
+    if optim.min_lr > optim.lr:
+        raise refuse(
+            config,
+            "optim.min_lr",
+            f"is above optim.lr={optim.lr:g}",
+            f"0 to {optim.lr:g}",
+            f"optim.min_lr={optim.lr / 10:g}",
+        )
+    if len(optim.betas) != 2 or not all(0 <= beta < 1 for beta in optim.betas):
+        raise refuse(
+            config,
+            "optim.betas",
+            "is not a pair of decay rates",
+            "two numbers from 0 up to, but not, 1",
+            "optim.betas=[0.9,0.95]",
+        )
+
+
+def _check_corpora(config: RecipeConfig) -> None:
+    example = "=[{path: data/demo/%s, weight: 1.0}]'"
+    if not config.data.train:
+        raise refuse(config, "data.train", "names no corpus", "one or more", "'data.train" + example % "train")
+    if not config.data.valid and config.train.eval_samples:
+        raise refuse(
+            config,
+            "data.valid",
+            f"names no corpus, and train.eval_samples={config.train.eval_samples} asks for held-out text",
+            "one or more",
+            "'data.valid" + example % "valid" + ", or train.eval_samples=0",
+        )
+    for key in ("data.train", "data.valid"):
+        for index, corpus in enumerate(value_at(config, key)):
+            if not corpus.path:
+                raise UserError(
+                    f"{key}.{index}.path is empty; allowed: the prefix of a .bin and .idx pair; try"
+                    f" {key}.{index}.path=data/demo/{key.rpartition('.')[2]}"
+                )
+            if not 0 < corpus.weight < float("inf"):
+                raise UserError(
+                    f"{key}.{index}.weight={corpus.weight:g} is out of range; allowed: more than 0; try"
+                    f" {key}.{index}.weight=1.0"
+                )
