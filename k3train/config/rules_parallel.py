@@ -185,9 +185,13 @@ def _check_world_size(config: RecipeConfig, world_size: int) -> None:
         cure = f"parallel.expert={_largest_expert(config, world_size)}"
         if parallel.expert_tensor > 1:
             cure += " parallel.expert_tensor=1"
+    nearest = nearest_multiple(needed, world_size)
+    if world_size == parallel.world_size:
+        name, sizes = "parallel.world_size", f"parallel.world_size={nearest}"
+    else:
+        name, sizes = "the launcher's number of ranks", f"{nearest} ranks"
     raise UserError(
-        f"parallel.world_size={world_size} is not divisible by {why} = {unit}; allowed: multiples of"
-        f" {needed}; try parallel.world_size={nearest_multiple(needed, world_size)} or {cure}"
+        f"{name}={world_size} is not divisible by {why} = {unit}; allowed: multiples of {needed}; try {sizes} or {cure}"
     )
 
 

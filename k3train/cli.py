@@ -1,0 +1,196 @@
+"""The `k3train` command: runs recipes, and verbs that look at what a run left behind.
+
+Imports stay light here: torch is imported only by what needs it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import NoReturn
+
+from k3train.config.keys import closest
+from k3train.config.load import available_recipes, compose_config, load_recipe
+from k3train.config.schema import RecipeConfig
+from k3train.config.validate import resolve_world_size, validate, validate_machine
+from k3train.environment import Place, is_first_rank, place
+from k3train.errors import UserError
+from k3train.launch import launch
+
+USAGE = """\
+k3train trains Kimi-K3-style models on Megatron-Core parallelism.
+
+Run a recipe:
+  k3train recipe=NAME [group=OPTION ...] [key=value ...]
+      --cfg job          print the composed recipe and exit (--resolve fills in ${...})
+      --config-dir DIR   look for more groups and recipes in DIR
+      -m, --multirun     run every combination of comma-separated values, one after the other
+
+  k3train recipe=pretrain/k3-tiny
+  k3train recipe=pretrain/k3-tiny train.steps=50 optim.lr=1e-3 run.name=short
+  k3train recipe=pretrain/k3-tiny --multirun optim.lr=1e-3,3e-3
+  k3train recipe=pretrain/k3 --cfg job
+  torchrun --nproc-per-node 2 -m k3train recipe=pretrain/k3-tiny parallel.expert=1
+
+k3train starts the ranks on this machine itself; under torchrun or srun it joins theirs.
+
+Look at what a run left behind (k3train VERB --help tells more):
+"""
+
+
+class _Parser(argparse.ArgumentParser):
+    """argparse, with its errors said the way ours are."""
+
+    def error(self, message: str) -> NoReturn:
+        raise UserError(f"{message}; `{self.prog} --help` shows the usage")
+
+
+def _generate_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--checkpoint", required=True, metavar="DIR", help="a checkpoint, or a run's checkpoints")
+    parser.add_argument("--prompt", required=True, metavar="TEXT")
+    parser.add_argument("--max-new-tokens", type=int, default=100)
+    parser.add_argument("--temperature", type=float, default=1.0)
+    parser.add_argument("--top-p", type=float, default=1.0, help="sample from the likeliest tokens of this mass")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--greedy", action="store_true", help="always take the likeliest token")
+
+
+def _score_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--checkpoint", required=True, metavar="DIR", help="a checkpoint, or a run's checkpoints")
+    parser.add_argument("--tokens", required=True, metavar="FILE.npy", help="token ids, [length] or [rows, length]")
+    parser.add_argument("--out", required=True, metavar="FILE.npz")
+    parser.add_argument("--logits", action="store_true", help="write the logits as well")
+
+
+def _inspect_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("directory", metavar="DIR", help="a run, or a checkpoint")
+
+
+# verb: (what it does, the module whose run(args) does it, its arguments)
+VERBS: dict[str, tuple[str, str, Callable[[argparse.ArgumentParser], None]]] = {
+    "generate": ("continue a prompt", "k3train.rollout.generate_cli", _generate_arguments),
+    "score": ("log-probabilities of given tokens", "k3train.rollout.score_cli", _score_arguments),
+    "inspect": ("step, tokens, layout, sizes and health", "k3train.checkpoint.inspect", _inspect_arguments),
+}
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the command line; returns the exit code (2 for input that cannot work, after one sentence on stderr)."""
+    argv = sys.argv[1:] if argv is None else argv
+    try:
+        if not argv or argv[0] in ("-h", "--help", "help"):
+            print(_help())
+            return 0 if argv else 2
+        if argv[0] in VERBS:
+            return _run_verb(argv[0], argv[1:])
+        if "=" not in argv[0] and not argv[0].startswith(("-", "~")):
+            raise _unknown_verb(argv[0])
+        return _run_recipe(argv)
+    except UserError as error:
+        if is_first_rank():
+            print(f"k3train: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+
+
+def _help() -> str:
+    verbs = [f"  {name:<10} {what}" for name, (what, _, _) in VERBS.items()]
+    recipes = ", ".join(available_recipes())
+    return "\n".join([USAGE + "\n".join(verbs), "", f"Recipes: {recipes}"])
+
+
+def _run_verb(verb: str, argv: list[str]) -> int:
+    what, module, add_arguments = VERBS[verb]
+    parser = _Parser(prog=f"k3train {verb}", description=what)
+    add_arguments(parser)
+    arguments = parser.parse_args(argv)
+    return importlib.import_module(module).run(arguments)
+
+
+def _run_recipe(argv: list[str]) -> int:
+    parser = _Parser(prog="k3train", add_help=False, allow_abbrev=False)
+    parser.add_argument("overrides", nargs="*")
+    parser.add_argument("-h", "--help", action="store_true")
+    parser.add_argument("-c", "--cfg", choices=["job"])
+    parser.add_argument("--resolve", action="store_true")
+    parser.add_argument("-cd", "--config-dir")
+    parser.add_argument("-m", "--multirun", action="store_true")
+    options = parser.parse_intermixed_args(argv)
+    if options.help:
+        print(_help())
+        return 0
+    for word in options.overrides:
+        if "=" not in word and not word.startswith("~"):
+            raise _unknown_verb(word)
+    if options.cfg:
+        return _print_config(options)
+    here = place()
+    if options.multirun:
+        if here is not None:
+            raise UserError(
+                f"--multirun does not work under a launcher of {here.world_size} ranks; start it without torchrun or"
+                " srun, or start each run by itself"
+            )
+        from k3train.sweep import sweep
+
+        return sweep(options.overrides, options.config_dir)
+    config = load_recipe(options.overrides, options.config_dir)
+    return _train(config, argv, here)
+
+
+def _unknown_verb(word: str) -> UserError:
+    recipes = available_recipes()
+    recipe = next((name for name in recipes if word in (name, name.rpartition("/")[2])), None)
+    verb = closest(word, VERBS)
+    cure = f"k3train recipe={recipe}" if recipe else f"k3train {verb}" if verb else f"k3train recipe={recipes[-1]}"
+    return UserError(
+        f"{word} is neither a verb nor key=value; allowed verbs: {', '.join(VERBS)}; try `{cure}`, or `k3train --help`"
+    )
+
+
+def _print_config(options: argparse.Namespace) -> int:
+    from omegaconf import OmegaConf
+
+    from k3train.config.explain import plain_errors
+
+    config = compose_config(options.overrides, options.config_dir)
+    with plain_errors():
+        sys.stdout.write(OmegaConf.to_yaml(config, resolve=options.resolve))
+    return 0
+
+
+def _train(config: RecipeConfig, argv: list[str], here: Place | None) -> int:
+    if here is None:
+        world_size = local_world_size(config)
+        if world_size > 1:
+            return launch(argv, world_size, Path(config.run.dir) / "logs", config.run.threads_per_rank)
+    else:
+        validate(config, here.world_size)
+        validate_machine(config, visible_gpus(config))
+    from k3train.stages import run_stage
+
+    return run_stage(config)
+
+
+def local_world_size(config: RecipeConfig) -> int:
+    """Validate the recipe for this machine; returns how many ranks it takes here."""
+    validate(config)
+    gpus = visible_gpus(config)
+    validate_machine(config, gpus)
+    world_size = resolve_world_size(config, gpus)
+    validate(config, world_size)
+    return world_size
+
+
+def visible_gpus(config: RecipeConfig) -> int:
+    """CUDA devices that a run may use. torch is asked only where the system shows a driver."""
+    drivers = (Path("/dev/nvidiactl"), Path("/dev/dxg"))
+    if config.run.device == "cpu" or not any(driver.exists() for driver in drivers):
+        return 0
+    import torch
+
+    return torch.cuda.device_count()
