@@ -39,3 +39,21 @@ def pool() -> Iterator[object]:
     workers = WorkerPool()
     yield workers
     workers.close()
+
+
+@pytest.fixture(scope="session")
+def _cpu_rank() -> Iterator[None]:
+    from k3train import platform
+
+    platform.start("cpu", threads=1)
+    yield
+    platform.stop()
+
+
+@pytest.fixture
+def single_rank(_cpu_rank: None) -> None:
+    """One gloo rank in this process with fresh model-parallel groups."""
+    from k3train.config.schema import ParallelConfig
+    from k3train.model.build import start_model_parallel
+
+    start_model_parallel(ParallelConfig())

@@ -12,10 +12,12 @@ from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from torch.distributed.checkpoint.api import CheckpointException
 
 from k3train.checkpoint import directory
+from k3train.checkpoint.state import TrainState
 from k3train.errors import UserError
-from k3train.train.state import TrainState
+from k3train.optim.build import allocate_state
 
 
 def _metadata() -> dict[str, Any]:
@@ -100,12 +102,19 @@ def _on_first_rank(action: Any, failure: str) -> None:
 def _load(state: dict[str, Any], path: Path) -> dict[str, Any]:
     try:
         return dist_checkpointing.load(state, str(path))
-    except (CheckpointingException, OSError, RuntimeError, ValueError, KeyError) as error:
-        reason = str(error).strip().splitlines()
+    except (CheckpointException, CheckpointingException, OSError, RuntimeError, ValueError, KeyError) as error:
         raise UserError(
-            f"The checkpoint {path} cannot be loaded ({type(error).__name__}: {reason[0] if reason else 'no reason'}); "
-            "it is damaged or belongs to another model: choose another with checkpoint.load or --checkpoint"
+            f"The checkpoint {path} cannot be loaded ({_reason(error)}); it is damaged or belongs to another model: "
+            "remove it to go on from an older one, or choose another with checkpoint.load or --checkpoint"
         ) from error
+
+
+def _reason(error: BaseException) -> str:
+    """The innermost cause in a few words; torch's CheckpointException wraps one per rank."""
+    if isinstance(error, CheckpointException) and error.failures:
+        error = next(iter(error.failures.values()))[0]
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
 
 
 def load(
@@ -120,6 +129,7 @@ def load(
         UserError: it is damaged or belongs to another model.
     """
     marker = directory.read_marker(path)
+    allocate_state(optimizer)
     loaded = _load(_everything(models, optimizer, schedule, is_loading=True), path)
     _load_model_state(models, loaded)
     optimizer.load_state_dict(loaded["optimizer"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer_config import ParamKey, ParamPredicate
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler, ParamGroupOverride
 
@@ -52,7 +53,48 @@ def build_optimizer(
     )
     no_decay = ParamKey(predicate=ParamPredicate(name="no_decay", fn=without_decay))
     overrides = {no_decay: ParamGroupOverride(wd_mult=0.0)}
-    return get_megatron_optimizer(config, models, config_overrides=overrides, use_gloo_process_groups=False)
+    if precision == "bf16":
+        # Megatron-Core 0.19 mixes up the optimizer state of a group that holds two dtypes, so the parameters kept in
+        # fp32 (all without decay) get a group of their own: the same rates, spelled out.
+        kept = ParamKey(predicate=ParamPredicate(name="fp32", fn=lambda parameter: parameter.dtype == torch.float32))
+        overrides[kept] = ParamGroupOverride(wd_mult=0.0, max_lr=optim.lr, min_lr=optim.min_lr)
+    optimizer = get_megatron_optimizer(config, models, config_overrides=overrides, use_gloo_process_groups=False)
+    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+        if isinstance(part, DistributedOptimizer) and isinstance(part.optimizer, torch.optim.AdamW):
+            part.__class__ = TorchAdamDistributedOptimizer
+    return optimizer
+
+
+class TorchAdamDistributedOptimizer(DistributedOptimizer):
+    """Megatron-Core's distributed optimizer over torch's AdamW, which keeps its step count as a tensor per parameter.
+
+    Megatron-Core 0.19 is at home with Transformer Engine's and Apex's Adam, which count per group. On loading it looks
+    for that tensor among the stored moments, and then gives all parameters one and the same tensor, so that each step
+    would count once per parameter.
+    """
+
+    def _set_main_param_and_optimizer_states(self, model_param: torch.nn.Parameter, tensors: dict) -> None:
+        super()._set_main_param_and_optimizer_states(model_param, {"step": None, **tensors})
+
+    def load_state_dict(self, state_dict: dict) -> None:
+        """Load, and give every parameter a step count of its own."""
+        super().load_state_dict(state_dict)
+        for state in self.optimizer.state.values():
+            state["step"] = state["step"].clone()
+
+
+def allocate_state(optimizer: MegatronOptimizer) -> None:
+    """Give AdamW its zero moments before its first step, as loading a checkpoint into it needs."""
+    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+        inner = part.optimizer
+        for group in inner.param_groups:
+            for parameter in group["params"]:
+                if parameter not in inner.state:
+                    inner.state[parameter] = {
+                        "step": torch.tensor(0.0),
+                        "exp_avg": torch.zeros_like(parameter),
+                        "exp_avg_sq": torch.zeros_like(parameter),
+                    }
 
 
 def build_schedule(optim: OptimConfig, optimizer: MegatronOptimizer, steps: int) -> OptimizerParamScheduler:

@@ -26,7 +26,12 @@ from k3train.train.stage import Batch, Stage
 from k3train.train.step import StepRunner
 
 
-def run_training(config: RecipeConfig, make_stage: Callable[[RecipeConfig], Stage], here: Platform) -> int:
+def run_training(
+    config: RecipeConfig,
+    make_stage: Callable[[RecipeConfig], Stage],
+    here: Platform,
+    trainer: type[Trainer] | None = None,
+) -> int:
     """Train to `config.train.steps`; returns the exit code (0, or 128 + signal where a signal ended the run).
 
     Raises:
@@ -38,7 +43,7 @@ def run_training(config: RecipeConfig, make_stage: Callable[[RecipeConfig], Stag
         start_model_parallel(config.parallel)
         run_dir = startup.claim_run_directory(config)
         stage = make_stage(config)
-        return Trainer(config, stage, here, run_dir, flag).run()
+        return (trainer or Trainer)(config, stage, here, run_dir, flag).run()
     finally:
         flag.restore()
 

@@ -14,13 +14,13 @@ from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from k3train.checkpoint import directory, store
+from k3train.checkpoint.state import TrainState
 from k3train.config.schema import RecipeConfig, to_plain
 from k3train.errors import UserError
 from k3train.parallel.stages import describe, layout_of
 from k3train.platform import Platform
 from k3train.telemetry.telemetry import Telemetry
 from k3train.telemetry.wandb_sink import WandbSettings
-from k3train.train.state import TrainState
 
 CONFIG_FILE = "config.yaml"
 # What may differ when a run continues: how it is shared out, shown and kept, and how long it is.
