@@ -10,11 +10,10 @@ from pathlib import Path
 from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra._internal.hydra import Hydra
 from hydra.core.hydra_config import HydraConfig
-from hydra.types import RunMode
 from omegaconf import DictConfig
 
 from k3train.config.explain import plain_errors
-from k3train.config.load import CONFIG_NAME, hydra_session, recipe_from_config
+from k3train.config.load import CONFIG_NAME, compose_within, hydra_session, recipe_from_config
 from k3train.config.overrides import check_overrides, parse_overrides
 from k3train.launch import launch
 
@@ -45,10 +44,7 @@ def _validate_all(overrides: list[str], hydra: Hydra) -> None:
 
     own = [override for override in parse_overrides(overrides) if not override.is_hydra_override()]
     for job in BasicSweeper.split_arguments(own, None)[0]:
-        with plain_errors():
-            config = hydra.compose_config(CONFIG_NAME, job, RunMode.RUN, from_shell=False, with_log_configuration=False)
-        config.pop("hydra")
-        local_world_size(recipe_from_config(config))
+        local_world_size(recipe_from_config(compose_within(hydra, job)))
 
 
 def _task(overrides: list[str], config_dir: str | None, codes: list[int]) -> Callable[[DictConfig], int]:

@@ -72,19 +72,24 @@ def compose_config(overrides: list[str], config_dir: str | Path | None = None) -
     """The composed config without Hydra's own node, typed by the schema, interpolations unresolved."""
     with hydra_session(config_dir) as hydra:
         check_overrides(overrides, hydra)
-        with plain_errors():
-            config = hydra.compose_config(
-                config_name=CONFIG_NAME,
-                overrides=overrides,
-                run_mode=RunMode.RUN,
-                from_shell=False,
-                with_log_configuration=False,
-            )
-        OmegaConf.set_readonly(config, False)
-        OmegaConf.set_struct(config, False)
-        del config["hydra"]
-        OmegaConf.set_struct(config, True)
-        return config
+        return compose_within(hydra, overrides)
+
+
+def compose_within(hydra: Hydra, overrides: list[str]) -> DictConfig:
+    """`compose_config` in a session that is open already, for overrides that were checked."""
+    with plain_errors():
+        config = hydra.compose_config(
+            config_name=CONFIG_NAME,
+            overrides=overrides,
+            run_mode=RunMode.RUN,
+            from_shell=False,
+            with_log_configuration=False,
+        )
+    OmegaConf.set_readonly(config, False)
+    OmegaConf.set_struct(config, False)
+    del config["hydra"]
+    OmegaConf.set_struct(config, True)
+    return config
 
 
 @contextmanager
