@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from k3train.telemetry.console import worst_layer
 from k3train.telemetry.metrics_log import read_metrics
 
 if TYPE_CHECKING:
@@ -53,9 +54,10 @@ def load_curves(run_dir: Path) -> Curves:
         if record["kind"] == "train":
             for name in ("step", "loss", "grad_norm", "lr", "tokens_per_second"):
                 columns[name].append(_number(record.get(name)))
-            violation = list(((record.get("balance") or {}).get("max_violation") or {}).values())
-            columns["worst"].append(max(violation) if violation else float("nan"))
-            columns["mean"].append(sum(violation) / len(violation) if violation else float("nan"))
+            violation = (record.get("balance") or {}).get("max_violation") or {}
+            worst = worst_layer(violation)
+            columns["worst"].append(_number(worst[1]) if worst else math.nan)
+            columns["mean"].append(_number(sum(violation.values()) / len(violation)) if worst else math.nan)
         elif record["kind"] == "eval" and record.get("loss") is not None:
             eval_step.append(_number(record["step"]))
             eval_loss.append(_number(record["loss"]))
@@ -80,9 +82,7 @@ class ExpertLoad:
     """Load of each expert relative to the mean of its layer, over the last records of a run."""
 
     layers: list[int]
-    load: (
-        np.ndarray
-    )  # [layers, experts]; 1 is a perfectly balanced expert, 0 a dead one; NaN pads short layers
+    load: np.ndarray  # [layers, experts]; 1 is a perfectly balanced expert, 0 a dead one; NaN pads short layers
     first_step: int
     last_step: int
 
@@ -146,9 +146,7 @@ def curves_figure(curves: Curves, title: str) -> Figure:
     if len(curves.eval_step):
         label = f"held-out (last {curves.eval_loss[-1]:.3f}"
         label += f", {curves.last_bits_per_byte:.3f} bits per byte)" if curves.last_bits_per_byte else ")"
-        loss.plot(
-            curves.eval_step, curves.eval_loss, "o-", color=_ORANGE, markersize=5, linewidth=1.5, label=label
-        )
+        loss.plot(curves.eval_step, curves.eval_loss, "o-", color=_ORANGE, markersize=5, linewidth=1.5, label=label)
     loss.legend(fontsize=11, frameon=False)
 
     _style(balance, "Expert balance: max load / mean load - 1")
@@ -208,9 +206,7 @@ def experts_figure(experts: ExpertLoad, title: str) -> Figure:
         norm=TwoSlopeNorm(vmin=0, vcenter=1, vmax=top),
         interpolation="nearest",
     )
-    heat.imshow(
-        np.where(dead, 1.0, np.nan), aspect="auto", cmap=ListedColormap(["black"]), interpolation="nearest"
-    )
+    heat.imshow(np.where(dead, 1.0, np.nan), aspect="auto", cmap=ListedColormap(["black"]), interpolation="nearest")
     heat.set_title(
         f"Tokens per expert / layer mean, steps {experts.first_step} to {experts.last_step}",
         loc="left",

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from k3train.telemetry.console import Console, human_bytes, human_duration
-from k3train.telemetry.metrics_log import MetricsLog
+from k3train.telemetry.metrics_log import MetricsLog, from_jsonable, to_jsonable
 from k3train.telemetry.wandb_sink import WandbSettings, WandbSink, persistent_run_id
 
 _LEVELS = ("info", "warning")
@@ -50,9 +50,7 @@ class Telemetry:
             return
         self.run_dir.mkdir(parents=True, exist_ok=True)
         self._log = MetricsLog(self.run_dir, start_step)
-        self._console = Console(
-            self.run_dir, total_steps, enabled=console, interactive=interactive, stream=stream
-        )
+        self._console = Console(self.run_dir, total_steps, enabled=console, interactive=interactive, stream=stream)
         self._tell_recovery(start_step)
         settings = wandb if wandb is not None else WandbSettings()
         self._run_id = persistent_run_id(self.run_dir, run_id, resuming=start_step > 0)
@@ -67,9 +65,7 @@ class Telemetry:
             on_event=self.event,
         )
         if self._sink.active and last_sent > start_step:
-            self.event(
-                f"W&B holds steps {start_step + 1} to {last_sent} of this run and is not sent them again"
-            )
+            self.event(f"W&B holds steps {start_step + 1} to {last_sent} of this run and is not sent them again")
 
     @property
     def run_id(self) -> str | None:
@@ -134,9 +130,7 @@ class Telemetry:
             draw_experts,
         )  # matplotlib loads slowly: only when needed
 
-        pictures = [
-            path for path in (draw_curves(self.run_dir), draw_experts(self.run_dir)) if path is not None
-        ]
+        pictures = [path for path in (draw_curves(self.run_dir), draw_experts(self.run_dir)) if path is not None]
         for text, times in list(self._said.items()):
             if times > 1:
                 self.event(f"said {times} times: {text}")
@@ -163,8 +157,6 @@ class Telemetry:
 
 def _plain(metrics: dict[str, Any]) -> dict[str, Any]:
     """Metrics as plain numbers, so that one conversion serves the file and W&B alike (NaN stays a float)."""
-    from k3train.telemetry.metrics_log import from_jsonable, to_jsonable
-
     return from_jsonable(to_jsonable(metrics))
 
 

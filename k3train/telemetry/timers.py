@@ -12,9 +12,7 @@ import torch
 class PhaseTimers:
     """Adds up seconds per phase until `collect`. Phases of one name may repeat; different ones may nest."""
 
-    def __init__(
-        self, device: torch.device | str = "cpu", clock: Callable[[], float] = time.perf_counter
-    ) -> None:
+    def __init__(self, device: torch.device | str = "cpu", clock: Callable[[], float] = time.perf_counter) -> None:
         """On CUDA both ends of a phase wait for the device, so that kernels count where they belong."""
         self._device = torch.device(device)
         self._clock = clock

@@ -12,6 +12,7 @@ from typing import Any
 from urllib.parse import urlparse
 
 from k3train.errors import UserError
+from k3train.telemetry.console import worst_layer
 
 RUN_ID_FILE = "wandb_run_id"
 MODES = ("auto", "online", "offline", "disabled")
@@ -116,7 +117,7 @@ def panel_metrics(metrics: dict[str, Any], kind: str) -> dict[str, Any]:
     for name, per_layer in (metrics.get("balance") or {}).items():
         if not per_layer:
             continue
-        flat[f"balance/{name}_worst"] = max(per_layer.values())
+        flat[f"balance/{name}_worst"] = worst_layer(per_layer)[1]
         flat[f"balance/{name}_mean"] = sum(per_layer.values()) / len(per_layer)
         flat.update({f"balance_{name}/layer_{int(layer):03d}": item for layer, item in per_layer.items()})
     return flat
@@ -211,7 +212,7 @@ class WandbSink:
         folder.mkdir(parents=True, exist_ok=True)
         os.environ.setdefault("WANDB_ERROR_REPORTING", "false")  # no crash reports over the network
         os.environ.setdefault("WANDB_SILENT", "true")  # logging in speaks before the settings below count
-        # W&B's service logs go here rather than to the home directory, which a cluster may not let a job write.
+        # W&B's service logs go here rather than to the home directory, which a job may not be able to write.
         os.environ.setdefault("WANDB_CACHE_DIR", str(folder / "cache"))
         import wandb
 
