@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
@@ -20,6 +21,8 @@ from k3train.environment import Place, is_first_rank, place
 from k3train.errors import UserError
 from k3train.launch import launch
 
+# A launcher ends all ranks when one has ended. Where all refuse the same recipe, the one that says so goes first.
+SECONDS_FOR_FIRST_RANK = 1.0
 USAGE = """\
 k3train trains Kimi-K3-style models on Megatron-Core parallelism.
 
@@ -92,6 +95,8 @@ def main(argv: list[str] | None = None) -> int:
     except UserError as error:
         if is_first_rank():
             print(f"k3train: {error}", file=sys.stderr)
+        else:
+            time.sleep(SECONDS_FOR_FIRST_RANK)
         return 2
     except KeyboardInterrupt:
         return 130
@@ -173,7 +178,14 @@ def _train(config: RecipeConfig, argv: list[str], here: Place | None) -> int:
         validate_machine(config, visible_gpus(config))
     from k3train.stages import run_stage
 
-    return run_stage(config)
+    try:
+        return run_stage(config)
+    except UserError as error:
+        if is_first_rank():
+            raise
+        # Unlike a recipe, data may be wrong on one rank only: that one has to say so.
+        print(f"k3train: rank {here.rank if here else 0}: {error}", file=sys.stderr)
+        return 2
 
 
 def local_world_size(config: RecipeConfig) -> int:

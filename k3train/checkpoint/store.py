@@ -17,13 +17,15 @@ from torch.distributed.checkpoint.api import CheckpointException
 from k3train.checkpoint import directory
 from k3train.checkpoint.state import TrainState
 from k3train.errors import UserError
-from k3train.optim.build import allocate_state
+from k3train.optim.build import allocate_state, named_parts
+
+# Optimizer state in the parameters' own shapes, so that every parallel size may differ at the next start.
+_SHARDING = "fully_reshardable"
 
 
 def _metadata() -> dict[str, Any]:
-    # Optimizer state in the parameters' own shapes, so that every parallel size may differ at the next start.
     return {
-        "distrib_optim_sharding_type": "fully_reshardable",
+        "distrib_optim_sharding_type": _SHARDING,
         "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
     }
 
@@ -41,8 +43,12 @@ def _everything(
     is_loading: bool,
 ) -> dict[str, Any]:
     state = _model_state(models)
-    optimizer_state = optimizer.sharded_state_dict(state, is_loading=is_loading, metadata=_metadata())
-    return {**state, "optimizer": optimizer_state, "schedule": schedule.state_dict()}
+    # By what they hold rather than by number: whether experts have an optimizer of their own depends on the layout.
+    parts = {
+        name: part.sharded_state_dict(state, is_loading=is_loading, metadata=_metadata())
+        for name, part in named_parts(optimizer).items()
+    }
+    return {**state, "optimizer": parts, "schedule": schedule.state_dict()}
 
 
 def save(
@@ -132,9 +138,22 @@ def load(
     allocate_state(optimizer)
     loaded = _load(_everything(models, optimizer, schedule, is_loading=True), path)
     _load_model_state(models, loaded)
-    optimizer.load_state_dict(loaded["optimizer"])
+    state = TrainState(**marker["state"])
+    for name, part in named_parts(optimizer).items():
+        _load_optimizer_part(part, loaded["optimizer"][name], state.step)
     schedule.load_state_dict(loaded["schedule"])
-    return TrainState(**marker["state"])
+    return state
+
+
+def _load_optimizer_part(part: MegatronOptimizer, loaded: dict[str, Any], step: int) -> None:
+    """Load moments and main parameters; rates and step count follow from the recipe, the schedule and `step`.
+
+    What is not a tensor was stored by one rank of another layout, whose parameter groups need not be those of this.
+    """
+    own = part.state_dict()
+    for group in own["optimizer"]["param_groups"]:
+        group["step"] = step
+    part.load_state_dict({**own, "param_state_sharding_type": _SHARDING, "param_state": loaded["param_state"]})
 
 
 def load_model(path: Path, models: list[torch.nn.Module]) -> None:

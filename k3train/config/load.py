@@ -7,8 +7,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from hydra import initialize_config_dir
+from hydra import version
 from hydra._internal.hydra import Hydra
+from hydra._internal.utils import create_config_search_path
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from hydra.types import RunMode
@@ -95,17 +96,20 @@ def compose_within(hydra: Hydra, overrides: list[str]) -> DictConfig:
 @contextmanager
 def hydra_session(config_dir: str | Path | None = None) -> Iterator[Hydra]:
     """Hydra over the shipped recipes and, after them, the user's own config directory."""
-    with initialize_config_dir(str(recipes_dir()), job_name="k3train", version_base="1.3"):
-        hydra = GlobalHydra.instance().hydra
-        if config_dir is not None:
-            folder = Path(config_dir).resolve()
-            if not folder.is_dir():
-                raise UserError(
-                    f"--config-dir={config_dir} is not a directory; give one that holds groups such as"
-                    " recipe/ or model/"
-                )
-            hydra.config_loader.get_search_path().append("command-line", f"file://{folder}")
-        yield hydra
+    search_path = create_config_search_path(str(recipes_dir()))
+    if config_dir is not None:
+        folder = Path(config_dir).resolve()
+        if not folder.is_dir():
+            raise UserError(
+                f"--config-dir={config_dir} is not a directory; give one that holds groups such as recipe/ or model/"
+            )
+        search_path.append("command-line", f"file://{folder}")
+    version.setbase("1.3")
+    GlobalHydra.instance().clear()
+    try:
+        yield Hydra.create_main_hydra2("k3train", search_path)
+    finally:
+        GlobalHydra.instance().clear()
 
 
 def available_recipes(config_dir: str | Path | None = None) -> list[str]:

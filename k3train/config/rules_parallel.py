@@ -93,15 +93,8 @@ def _check_expert(config: RecipeConfig) -> None:
             check_range(config, f"parallel.{key}", "1, as model.moe.num_experts=0 has no experts", most=1)
         return
     check_divides(config, "parallel.expert", "model.moe.num_experts")
-    check_divides(config, "parallel.expert_tensor", "model.moe.expert_hidden_size")
-    if parallel.tensor % parallel.expert_tensor:
-        raise refuse(
-            config,
-            "parallel.expert_tensor",
-            f"does not divide parallel.tensor={parallel.tensor}, whose ranks it splits each expert over",
-            listed(divisors(parallel.tensor)),
-            f"parallel.expert_tensor={parallel.tensor if parallel.expert_tensor > parallel.tensor else 1}",
-        )
+    # The ranks of one expert's tensor group have to hold shards of the same tokens.
+    check_divides(config, "parallel.expert_tensor", "parallel.tensor", "model.moe.expert_hidden_size")
 
 
 def _check_pipeline(config: RecipeConfig) -> None:

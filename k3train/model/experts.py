@@ -40,11 +40,9 @@ class LatentExperts(MegatronModule):
         for weight in (self.w13, self.w2):
             mark_sharded(weight, 2)
             weight.k3_expert = True
-            # Gradients are reduced over the ranks that hold the same experts, not over all data-parallel ranks.
-            weight.allreduce = not (
-                config.expert_model_parallel_size > 1
-                or config.expert_tensor_parallel_size != config.tensor_model_parallel_size
-            )
+            # Gradients are reduced over the ranks that hold the same experts; in every layout, so that experts have
+            # an optimizer of their own in every layout and checkpoints fit any other.
+            weight.allreduce = False
 
     def forward(
         self, dispatched: torch.Tensor, tokens_per_expert: torch.Tensor, weights: torch.Tensor

@@ -59,7 +59,7 @@ def build_optimizer(
         kept = ParamKey(predicate=ParamPredicate(name="fp32", fn=lambda parameter: parameter.dtype == torch.float32))
         overrides[kept] = ParamGroupOverride(wd_mult=0.0, max_lr=optim.lr, min_lr=optim.min_lr)
     optimizer = get_megatron_optimizer(config, models, config_overrides=overrides, use_gloo_process_groups=False)
-    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+    for part in named_parts(optimizer).values():
         if isinstance(part, DistributedOptimizer) and isinstance(part.optimizer, torch.optim.AdamW):
             part.__class__ = TorchAdamDistributedOptimizer
     return optimizer
@@ -83,9 +83,18 @@ class TorchAdamDistributedOptimizer(DistributedOptimizer):
             state["step"] = state["step"].clone()
 
 
+def named_parts(optimizer: MegatronOptimizer) -> dict[str, MegatronOptimizer]:
+    """The optimizers that Megatron-Core chains: of the experts, and of everything else."""
+    parts: dict[str, MegatronOptimizer] = {}
+    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+        expert = all(group.get("is_expert_parallel", False) for group in part.param_groups)
+        parts["expert" if expert and part.param_groups else "dense"] = part
+    return parts
+
+
 def allocate_state(optimizer: MegatronOptimizer) -> None:
     """Give AdamW its zero moments before its first step, as loading a checkpoint into it needs."""
-    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+    for part in named_parts(optimizer).values():
         inner = part.optimizer
         for group in inner.param_groups:
             for parameter in group["params"]:
