@@ -106,15 +106,18 @@ def load_experts(run_dir: Path) -> ExpertLoad | None:
 
 
 def smooth(values: np.ndarray, window: int) -> np.ndarray:
-    """Centred moving average that ignores NaN and shrinks at both ends."""
-    if window <= 1 or len(values) == 0:
-        return values
-    kernel = np.ones(window)
+    """Centred moving average over about `window` values that ignores NaN.
+
+    Near an end the window narrows on both sides alike: a steep start is not averaged with what follows it.
+    """
     valid = np.isfinite(values)
-    total = np.convolve(np.where(valid, values, 0.0), kernel, mode="same")
-    count = np.convolve(valid.astype(float), kernel, mode="same")
+    index = np.arange(len(values))
+    half = np.minimum(window // 2, np.minimum(index, len(values) - 1 - index))
+    total = np.concatenate(([0.0], np.cumsum(np.where(valid, values, 0.0))))
+    count = np.concatenate(([0], np.cumsum(valid)))
+    low, high = index - half, index + half + 1
     with np.errstate(invalid="ignore", divide="ignore"):
-        return np.where(valid, total / count, np.nan)
+        return np.where(valid, (total[high] - total[low]) / (count[high] - count[low]), np.nan)
 
 
 def _style(axes: Axes, title: str) -> None:
@@ -207,6 +210,9 @@ def experts_figure(experts: ExpertLoad, title: str) -> Figure:
         interpolation="nearest",
     )
     heat.imshow(np.where(dead, 1.0, np.nan), aspect="auto", cmap=ListedColormap(["black"]), interpolation="nearest")
+    # With hundreds of experts a cell is narrower than a pixel: a marker keeps each dead one visible.
+    rows, columns = np.nonzero(dead)
+    heat.scatter(columns, rows, marker="s", s=9, color="black", linewidths=0)
     heat.set_title(
         f"Tokens per expert / layer mean, steps {experts.first_step} to {experts.last_step}",
         loc="left",

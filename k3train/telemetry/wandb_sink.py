@@ -18,6 +18,7 @@ RUN_ID_FILE = "wandb_run_id"
 MODES = ("auto", "online", "offline", "disabled")
 INIT_TIMEOUT_SECONDS = 30.0
 FINISH_TIMEOUT_SECONDS = 120.0
+_WITHOUT = "training goes on without it"
 _DEFAULT_URL = "https://api.wandb.ai"
 
 # Where each metric of a step or an evaluation stands in W&B: the part before the slash is the panel's
@@ -154,15 +155,12 @@ class WandbSink:
         self._run: Any = None
         self.mode = resolve_mode(settings.mode)
         if self.mode == "online":
-            self._run = self._guard("start online", lambda: self._init("online"), fatal=False)
+            instead = f"the run is recorded under {run_dir / 'wandb'}: upload it later with `wandb sync`"
+            self._run = self._guard("start online", lambda: self._init("online"), instead)
             if self._run is None:
                 self.mode = "offline"
                 # W&B's service keeps the id of the run that failed to start; only a new service forgets it.
-                self._guard("stop", _stop_service, fatal=False)
-                on_event(
-                    f"W&B records offline under {run_dir / 'wandb'}; upload later with `wandb sync`",
-                    "warning",
-                )
+                self._guard("stop", _stop_service)
         if self.mode == "offline":
             self._run = self._guard("start", lambda: self._init("offline"))
 
@@ -178,7 +176,9 @@ class WandbSink:
         paths = metrics.get("paths") or {}
         if paths != self._paths:
             self._paths = dict(paths)
-            self._guard("config", lambda: self._run.config.update({"paths": paths}, allow_val_change=True))
+            self._guard(
+                "record the paths taken", lambda: self._run.config.update({"paths": paths}, allow_val_change=True)
+            )
         self._log(step, panel_metrics(metrics, kind))
 
     def event(self, step: int, text: str, level: str) -> None:
@@ -246,16 +246,14 @@ class WandbSink:
         run.define_metric("*", step_metric="step")
         return run
 
-    def _guard(self, what: str, call: Callable[[], Any], *, fatal: bool = True) -> Any:
-        """The result of a call into W&B, or None after an event if it failed; `fatal` ends the sink then."""
+    def _guard(self, what: str, call: Callable[[], Any], instead: str = _WITHOUT) -> Any:
+        """The result of a call into W&B; if it fails, None after an event that tells what happens instead."""
         try:
             return call()
         # W&B fails in many ways (network, service process, a broken install, a full disk) with no common base
         # class, and none of them may end a training run.
         except Exception as error:
             reason = " ".join(str(error).split())[:300]
-            if fatal:
-                self._run = None
-            ending = "; training goes on without W&B" if fatal else ""
-            self._on_event(f"W&B failed to {what}: {type(error).__name__}: {reason}{ending}", "warning")
+            self._run = None
+            self._on_event(f"W&B failed to {what} ({type(error).__name__}: {reason}); {instead}", "warning")
             return None

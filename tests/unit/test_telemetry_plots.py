@@ -125,5 +125,6 @@ def test_nothing_to_draw_gives_no_file(tmp_path: Path) -> None:
 
 
 def test_smoothing_averages_neighbours_and_skips_nan() -> None:
-    np.testing.assert_allclose(smooth(np.array([1.0, 2, 6, math.nan, 2]), 3), [1.5, 3, 4, math.nan, 2])
+    np.testing.assert_allclose(smooth(np.array([1.0, 2, 6, math.nan, 2, 3]), 3), [1, 3, 4, math.nan, 2.5, 3])
+    np.testing.assert_allclose(smooth(np.array([9.0, 0, 3, 0, 0, 1]), 5), [9, 4, 2.4, 0.8, 1 / 3, 1])
     np.testing.assert_array_equal(smooth(np.array([1.0, 5]), 1), [1, 5])
