@@ -38,7 +38,7 @@ def explain(error: Exception) -> UserError:
     """The sentence for an error of the composition; its deepest OmegaConf cause names the key."""
     cause: BaseException | None = error
     while cause is not None and not isinstance(cause, OmegaConfBaseException):
-        cause = cause.__cause__
+        cause = cause.__cause__ or cause.__context__
     if cause is None or not cause.full_key:
         return UserError(f"the recipe cannot be composed: {' '.join(str(error).split())}")
     key, reason = cause.full_key, str(cause).strip().splitlines()[0].rstrip(".")

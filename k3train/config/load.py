@@ -10,6 +10,7 @@ from typing import Any
 from hydra import version
 from hydra._internal.hydra import Hydra
 from hydra._internal.utils import create_config_search_path
+from hydra.core.config_search_path import SearchPathQuery
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from hydra.types import RunMode
@@ -103,7 +104,8 @@ def hydra_session(config_dir: str | Path | None = None) -> Iterator[Hydra]:
             raise UserError(
                 f"--config-dir={config_dir} is not a directory; give one that holds groups such as recipe/ or model/"
             )
-        search_path.append("command-line", f"file://{folder}")
+        before_schemas = SearchPathQuery(provider="schema")
+        search_path.prepend("command-line", f"file://{folder}", anchor=before_schemas)
     version.setbase("1.3")
     GlobalHydra.instance().clear()
     try:

@@ -87,8 +87,7 @@ def _check_tensor(config: RecipeConfig) -> None:
 
 
 def _check_expert(config: RecipeConfig) -> None:
-    model, parallel = config.model, config.parallel
-    if model.moe.num_experts == 0:
+    if config.model.moe.num_experts == 0:
         for key in ("expert", "expert_tensor"):
             check_range(config, f"parallel.{key}", "1, as model.moe.num_experts=0 has no experts", most=1)
         return
