@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import logging
 import os
 import warnings
 from dataclasses import dataclass
@@ -49,7 +50,7 @@ def start(device: str = "auto", threads: int | None = None, timeout_minutes: flo
     world_size = int(os.environ.get("WORLD_SIZE", 1))
     local_rank = int(os.environ.get("LOCAL_RANK", rank))
     local_world = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
-    quiet_imports()
+    quiet_libraries()
     if kind == "cuda":
         torch.cuda.set_device(local_rank)
         torch_device, backend = torch.device("cuda", local_rank), "nccl"
@@ -68,13 +69,16 @@ def start(device: str = "auto", threads: int | None = None, timeout_minutes: flo
     return Platform(kind, torch_device, backend, rank, local_rank, world_size)
 
 
-def quiet_imports() -> None:
-    """Import Megatron-Core without its notes on absent optional packages; what is absent shows in `paths` instead."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        import megatron.core
-        import megatron.core.optimizer  # noqa: F401
-    warnings.filterwarnings("ignore", message=".*Transformer Engine and Apex are not installed.*")
+def quiet_libraries() -> None:
+    """Silence what Megatron-Core and torch say about absent optional packages and their own future.
+
+    What is absent and what is used instead is told once by the run itself, as `paths`. Call before they are imported.
+    """
+    warnings.filterwarnings("ignore", module=r"megatron\..*")
+    warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed\..*")
+    warnings.filterwarnings("ignore", message=".*(Transformer Engine|Apex).*")
+    logging.getLogger("megatron").setLevel(logging.ERROR)
+    logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
 
 
 def stop() -> None:

@@ -54,9 +54,9 @@ def _prepare() -> None:
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
     import torch
 
-    from k3train.platform import cpu, quiet_imports
+    from k3train.platform import cpu, quiet_libraries
 
-    quiet_imports()
+    quiet_libraries()
     cpu.install()
     torch.set_num_threads(1)
 
