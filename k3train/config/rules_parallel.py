@@ -181,7 +181,8 @@ def _check_world_size(config: RecipeConfig, world_size: int) -> None:
     if world_size == parallel.world_size:
         name, sizes = "parallel.world_size", f"parallel.world_size={nearest}"
     else:
-        name, sizes = "the launcher's number of ranks", f"{nearest} ranks"
+        name = "the number of ranks"
+        sizes = f"{nearest} ranks (without a launcher: parallel.world_size={nearest})"
     raise UserError(
         f"{name}={world_size} is not divisible by {why} = {unit}; allowed: multiples of {needed}; try {sizes} or {cure}"
     )

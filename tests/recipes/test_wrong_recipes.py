@@ -196,7 +196,7 @@ def test_recipe_that_does_not_exist(name: str) -> None:
 def test_world_of_a_launcher_counts() -> None:
     config = load_recipe([TINY])
     validate(config, 8)
-    with pytest.raises(UserError, match="the launcher's number of ranks=2 is not divisible"):
+    with pytest.raises(UserError, match="the number of ranks=2 is not divisible"):
         validate(config, 2)
 
 
