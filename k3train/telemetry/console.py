@@ -143,11 +143,15 @@ class Console:
         else:
             self._write(text + "\n")
 
-    def close(self) -> None:
-        """Leave the last line on the terminal and close train.log; safe to call twice."""
-        if self.enabled and self.interactive and self._live:
+    def settle(self) -> None:
+        """Leave the self-updating line where it is: what follows comes below it."""
+        if self._live:
             self._write("\n")
         self._live = ""
+
+    def close(self) -> None:
+        """Settle and close train.log; safe to call twice."""
+        self.settle()
         self._log.close()
 
     def _eta(self, step: int) -> float | None:

@@ -238,14 +238,18 @@ def experts_figure(experts: ExpertLoad, title: str) -> Figure:
         pad=0.01,
     )
 
-    side.barh(range(layers), np.nanmax(experts.load, axis=1), color=_BLUE, height=0.7)
-    side.axvline(1.0, color=_GREY, linewidth=1)
-    side.set_title("greatest load", loc="left", fontsize=12)
-    side.set_xlabel("max / mean", fontsize=11)
-    side.tick_params(labelleft=False)
-    for spine in ("top", "right"):
-        side.spines[spine].set_visible(False)
+    _draw_greatest_load(side, experts.load)
     return figure
+
+
+def _draw_greatest_load(axes: Axes, load: np.ndarray) -> None:
+    axes.barh(range(len(load)), np.nanmax(load, axis=1), color=_BLUE, height=0.7)
+    axes.axvline(1.0, color=_GREY, linewidth=1)
+    axes.set_title("greatest load", loc="left", fontsize=12)
+    axes.set_xlabel("max / mean", fontsize=11)
+    axes.tick_params(labelleft=False)
+    for spine in ("top", "right"):
+        axes.spines[spine].set_visible(False)
 
 
 def draw_curves(run_dir: Path) -> Path | None:

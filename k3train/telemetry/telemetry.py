@@ -61,7 +61,8 @@ class Telemetry:
             settings,
             run_id=self._run_id,
             code_version=code_version,
-            last_sent_step=max(last_sent, start_step),
+            # Step 0 counts in a new run: a first evaluation may stand before the first step.
+            last_sent_step=max(last_sent, start_step) if start_step > 0 else -1,
             on_event=self.event,
         )
         if self._sink.active and last_sent > start_step:
@@ -125,6 +126,7 @@ class Telemetry:
         if not self.is_writer or self._finished:
             return []
         self._finished = True
+        self._console.settle()
         from k3train.telemetry.plots import (
             draw_curves,
             draw_experts,

@@ -88,19 +88,38 @@ def test_a_terminal_gets_one_line_and_messages_above_it(tmp_path: Path, monkeypa
     console.step(make_step(2))
     console.message("held-out at step 2 | loss 3.0")
     console.step(make_step(3))
+    console.settle()
+    console.message("run finished")
     console.close()
     output = stream.getvalue()
-    assert output.count("\n") == 2  # the message's and the one that ends the run
+    assert output.endswith("run finished\n")
+    assert output.count("\n") == 3  # two messages and the end of the live line
     writes = output.split("\r\x1b[K")[1:]
     assert [write.split(" | ")[0] for write in writes] == [
         "step   1/100",
         "step   2/100",
         "held-out at step 2",
         "step   3/100",
+        "run finished\n",
     ]
     assert writes[2].endswith("\n" + writes[1])  # the live line is drawn again below the message
     assert all(len(line) < 60 for line in re.split(r"[\r\n]|\x1b\[K", output))
     assert "\x1b" not in (tmp_path / "train.log").read_text()
+
+
+@pytest.mark.parametrize("columns", range(30, 130, 3))
+def test_the_live_line_never_fills_the_terminal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, columns: int) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    stream = io.StringIO()
+    console = Console(tmp_path, 100, interactive=True, stream=stream)
+    console.step(make_step(50))
+    line = stream.getvalue().removeprefix("\r\x1b[K")
+    assert len(line) < columns
+    # Nothing that would have fitted was left out.
+    parts = step_parts(make_step(50), 100, 50.0)
+    shown = line.split("] ")[-1].split(" | ")
+    assert shown == parts[: len(shown)]
+    assert len(" | ".join(parts[: len(shown) + 1])) >= columns or len(shown) == len(parts)
 
 
 @pytest.mark.parametrize(("total", "lines"), [(1, 1), (150, 150), (200, 200), (1000, 201), (30_000, 201)])

@@ -75,6 +75,7 @@ def offline_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str, st
     run_dir = tmp_path_factory.mktemp("wandb") / "run"
     stream = io.StringIO()
     telemetry = start(run_dir, wandb=OFFLINE, code_version="v1-dirty", stream=stream)
+    telemetry.evaluation({"step": 0, "loss": 7.5})
     for step in range(1, 7):
         telemetry.step(make_step(step, mfu=0.25))
         if step == 3:
@@ -88,6 +89,7 @@ def offline_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str, st
 def test_offline_history_equals_metrics_jsonl(offline_run: tuple[Path, str, str]) -> None:
     run_dir, _, _ = offline_run
     rows = {row["step"]: row for row in history_of(wandb_records(only_file(run_dir)))}
+    assert rows.pop(0)["loss/heldout"] == 7.5
     steps = list(read_metrics(run_dir, "train"))
     assert sorted(rows) == [record["step"] for record in steps] == [1, 2, 3, 4, 5, 6]
     for record in steps:
@@ -107,7 +109,7 @@ def test_offline_history_equals_metrics_jsonl(offline_run: tuple[Path, str, str]
         assert row["balance/max_violation_worst"] == max(violation.values())
         assert row["balance_max_violation/layer_004"] == violation["4"]
         assert row["throughput/seconds_data"] == record["timings"]["data"]
-    (evaluation,) = read_metrics(run_dir, "eval")
+    _, evaluation = read_metrics(run_dir, "eval")
     assert rows[3]["loss/heldout"] == evaluation["loss"]
     assert rows[3]["loss/heldout_bits_per_byte"] == evaluation["bits_per_byte"]
     assert rows[3]["events/warning"] == "kda takes the reference path"
