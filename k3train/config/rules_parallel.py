@@ -34,6 +34,7 @@ def check_parallel(config: RecipeConfig, world_size: int) -> None:
     for name in ("tensor", "pipeline", "virtual_pipeline", "context", "expert", "expert_tensor"):
         check_range(config, f"parallel.{name}", 1, least=1)
     check_choice(config, "parallel.recompute", ("none", "full"))
+    check_choice(config, "parallel.linear", ("auto", "local", "te"))
     if config.parallel.context > 1:
         raise refuse(
             config,

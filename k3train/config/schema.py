@@ -27,6 +27,7 @@ class ParallelConfig:
     distributed_optimizer: bool = True  # ZeRO-1: optimizer state sharded over data-parallel ranks
     overlap_grad_reduce: bool = False
     overlap_param_gather: bool = False
+    linear: str = "auto"  # tensor-parallel linear layers: auto | local (Megatron-Core) | te (Transformer Engine, CUDA)
     recompute: str = "none"  # none | full (each decoder layer recomputed in backward)
 
 

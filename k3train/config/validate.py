@@ -41,6 +41,11 @@ def validate_machine(config: RecipeConfig, gpus: int) -> None:
         raise UserError(
             "run.device=cuda, but this machine shows no CUDA device; allowed here: cpu, auto; try run.device=cpu"
         )
+    if config.parallel.linear == "te":
+        raise UserError(
+            "parallel.linear=te needs a CUDA device, and this machine shows none; allowed here: auto, local;"
+            " try parallel.linear=auto"
+        )
     if config.model.kda.backend == "fla":
         raise UserError(
             "model.kda.backend=fla needs a CUDA device, and this machine shows none; allowed here: auto,"

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import torch
-from megatron.core import parallel_state
+from megatron.core import parallel_state, tensor_parallel
 
 from k3train.config.schema import ParallelConfig, RecipeConfig
 from k3train.model.init import init_weights
 from k3train.model.model import K3Model
 from k3train.model.transformer_config import K3TransformerConfig, build_transformer_config
 from k3train.parallel.stages import layout_of, stage_contents
+from k3train.parallel.te_linear import resolve_linear
 
 
 def start_model_parallel(parallel: ParallelConfig) -> None:
@@ -34,13 +35,18 @@ def build_chunks(
     Needs `start_model_parallel`. On the meta device nothing is drawn.
     """
     device = torch.device(device)
+    kind = "cuda" if device.type == "cuda" else "cpu"
     transformer_config = build_transformer_config(
         config.model,
         config.parallel,
         config.train.precision,
-        "cpu" if device.type != "cuda" else "cuda",
+        kind,
         config.stage.update_router_bias,
+        resolve_linear(config.parallel.linear, kind),
     )
+    if kind == "cuda":
+        # Transformer Engine's layers and recomputation draw from Megatron-Core's tracked generators.
+        tensor_parallel.model_parallel_cuda_manual_seed(config.train.seed)
     layout = layout_of(config.parallel, config.model)
     transformer_config.pipeline_model_parallel_layout = layout
     chunks = []

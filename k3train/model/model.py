@@ -16,7 +16,7 @@ from k3train.model.block import K3Block, LayerStates
 from k3train.model.mtp import MultiTokenPrediction, mtp_targets
 from k3train.model.packing import Packing
 from k3train.model.transformer_config import K3TransformerConfig
-from k3train.parallel.regions import _no_init, column_parallel, enter
+from k3train.parallel.regions import column_parallel, enter, no_init
 from k3train.parallel.stages import StageContents
 
 
@@ -70,7 +70,7 @@ class K3Model(LanguageModule):
             self.embedding = VocabParallelEmbedding(
                 rows,
                 config.hidden_size,
-                init_method=_no_init,
+                init_method=no_init,
                 reduce_scatter_embeddings=config.sequence_parallel,
                 config=config,
                 tp_group=self.tp_group,

@@ -18,6 +18,7 @@ class K3TransformerConfig(TransformerConfig):
 
     k3: ModelConfig = field(default_factory=ModelConfig)
     update_router_bias: bool = True
+    linear: str = "local"  # local | te: whose tensor-parallel linear layers are built
 
 
 def params_dtype(precision: str) -> torch.dtype:
@@ -31,6 +32,7 @@ def build_transformer_config(
     precision: str = "fp32",
     device: str = "cpu",
     update_router_bias: bool = True,
+    linear: str = "local",
 ) -> K3TransformerConfig:
     """Translate the model and parallel sections.
 
@@ -45,6 +47,7 @@ def build_transformer_config(
     return K3TransformerConfig(
         k3=model,
         update_router_bias=update_router_bias,
+        linear=linear,
         num_layers=model.num_layers,
         hidden_size=model.hidden_size,
         num_attention_heads=model.mla.num_heads,

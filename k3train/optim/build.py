@@ -96,6 +96,8 @@ def allocate_state(optimizer: MegatronOptimizer) -> None:
     """Give AdamW its zero moments before its first step, as loading a checkpoint into it needs."""
     for part in named_parts(optimizer).values():
         inner = part.optimizer
+        if not isinstance(inner, torch.optim.AdamW):
+            continue  # Transformer Engine's and Apex's Adam are given theirs by Megatron-Core
         for group in inner.param_groups:
             for parameter in group["params"]:
                 if parameter not in inner.state:

@@ -10,7 +10,6 @@ marked `sequence_parallel`.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 
 import torch
 from megatron.core import parallel_state, tensor_parallel
@@ -19,8 +18,10 @@ from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attri
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from k3train.parallel.te_linear import te_linear
 
-def _no_init(weight: torch.Tensor) -> None:
+
+def no_init(weight: torch.Tensor) -> None:
     """Weights are drawn later, independently of the layout (see `k3train.model.init`)."""
 
 
@@ -39,13 +40,18 @@ def gathered_config(config: TransformerConfig) -> TransformerConfig:
     return inside
 
 
-def column_parallel(config: TransformerConfig, input_size: int, output_size: int) -> ColumnParallelLinear:
-    """A bias-free projection [s, b, input] -> [s, b, output / TP] of an input that went through `enter`."""
+def column_parallel(config: TransformerConfig, input_size: int, output_size: int) -> torch.nn.Module:
+    """A bias-free projection [s, b, input] -> [s, b, output / TP] of an input that went through `enter`.
+
+    Transformer Engine's where `config.linear` says te, else Megatron-Core's local one.
+    """
+    if config.linear == "te":
+        return te_linear(config, input_size, output_size, cut=0)
     return ColumnParallelLinear(
         input_size,
         output_size,
         config=gathered_config(config),
-        init_method=_no_init,
+        init_method=no_init,
         bias=False,
         gather_output=False,
         disable_grad_reduce=True,
@@ -53,13 +59,15 @@ def column_parallel(config: TransformerConfig, input_size: int, output_size: int
     )
 
 
-def row_parallel(config: TransformerConfig, input_size: int, output_size: int) -> RowParallelLinear:
+def row_parallel(config: TransformerConfig, input_size: int, output_size: int) -> torch.nn.Module:
     """A bias-free projection [s, b, input / TP] -> [s / TP, b, output] that sums over the group."""
+    if config.linear == "te":
+        return te_linear(config, input_size, output_size, cut=1)
     return RowParallelLinear(
         input_size,
         output_size,
         config=config,
-        init_method=_no_init,
+        init_method=no_init,
         bias=False,
         input_is_parallel=True,
         skip_bias_add=False,
@@ -91,5 +99,3 @@ class ReplicatedLinear(MegatronModule):
         """[..., input] -> [..., output]."""
         return torch.nn.functional.linear(x, self.weight)
 
-
-LinearBuilder = Callable[[TransformerConfig, int, int], torch.nn.Module]

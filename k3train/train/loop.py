@@ -105,13 +105,12 @@ class Trainer:
             updated, grad_norm, _ = self.optimizer.step()
             self.optimizer.zero_grad()
         self.state.advance(train.global_batch_size, train.seq_length)
-        self._check_finite(reports["loss"], grad_norm, updated)
         peak_memory = self._agree()
         metrics = {
             "step": self.state.step,
             "tokens": self.state.tokens,
             **reports,
-            "grad_norm": float(grad_norm),
+            "grad_norm": None if grad_norm is None else float(grad_norm),
             "lr": max(float(group["lr"]) for group in self.optimizer.param_groups),
             **self.throughput.metrics(time.perf_counter() - started),
             "memory_bytes": peak_memory,
@@ -121,6 +120,7 @@ class Trainer:
         interval = train.log_expert_load_interval
         metrics.update(balance_metrics(balance, with_load=interval > 0 and self._due(interval)))
         self.telemetry.step(metrics)
+        self._check_finite(reports["loss"], grad_norm, updated)
 
     def _agree(self) -> int:
         """Share peak memory and stop requests, so that every rank stops after the same step."""

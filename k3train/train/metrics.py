@@ -15,6 +15,7 @@ from k3train.config.parameters import parameter_count
 from k3train.config.schema import RecipeConfig
 from k3train.model.experts import use_grouped_matmul
 from k3train.parallel.balance import LayerBalance
+from k3train.parallel.te_linear import resolve_linear
 from k3train.platform import Platform
 from k3train.telemetry.flops import model_flops_per_token, peak_flops
 
@@ -107,7 +108,7 @@ def paths_taken(config: RecipeConfig, here: Platform) -> dict[str, str]:
         "platform": f"{here.kind}+{here.backend}",
         "kda": resolve_backend(model.kda.backend, here.device),
         "attention": "torch sdpa fp32" if here.kind == "cpu" else "torch sdpa",
-        "linear": "megatron local",
+        "linear": resolve_linear(config.parallel.linear, here.kind),
     }
     if model.moe.num_experts:
         paths["dispatch"] = model.moe.dispatcher

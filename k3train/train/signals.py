@@ -28,6 +28,8 @@ class StopFlag:
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         self.signal = self.signal or number
+        # A second request is not polite any more: it does what it does without us.
+        self.restore()
 
 
 def exit_code(number: int) -> int:

@@ -18,6 +18,9 @@ MAX_LINES = 500
 LEVELS = {
     "cli": 6,
     "__main__": 6,
+    "launch": 6,
+    "sweep": 6,
+    "environment": 6,
     "stages": 5,
     "rollout": 5,
     "train": 4,
