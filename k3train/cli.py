@@ -16,10 +16,11 @@ from typing import NoReturn
 from k3train.config.keys import closest
 from k3train.config.load import available_recipes, compose_config, load_recipe
 from k3train.config.schema import RecipeConfig
-from k3train.config.validate import resolve_world_size, validate, validate_machine
+from k3train.config.validate import validate, validate_machine
 from k3train.environment import Place, is_first_rank, place
 from k3train.errors import UserError
 from k3train.launch import launch
+from k3train.machine import local_world_size, visible_gpus
 
 # A launcher ends all ranks when one has ended. Where all refuse the same recipe, the one that says so goes first.
 SECONDS_FOR_FIRST_RANK = 1.0
@@ -186,23 +187,3 @@ def _train(config: RecipeConfig, argv: list[str], here: Place | None) -> int:
         # Unlike a recipe, data may be wrong on one rank only: that one has to say so.
         print(f"k3train: rank {here.rank if here else 0}: {error}", file=sys.stderr)
         return 2
-
-
-def local_world_size(config: RecipeConfig) -> int:
-    """Validate the recipe for this machine; returns how many ranks it takes here."""
-    validate(config)
-    gpus = visible_gpus(config)
-    validate_machine(config, gpus)
-    world_size = resolve_world_size(config, gpus)
-    validate(config, world_size)
-    return world_size
-
-
-def visible_gpus(config: RecipeConfig) -> int:
-    """CUDA devices that a run may use. torch is asked only where the system shows a driver."""
-    drivers = (Path("/dev/nvidiactl"), Path("/dev/dxg"))
-    if config.run.device == "cpu" or not any(driver.exists() for driver in drivers):
-        return 0
-    import torch
-
-    return torch.cuda.device_count()

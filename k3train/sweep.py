@@ -16,6 +16,7 @@ from k3train.config.explain import plain_errors
 from k3train.config.load import CONFIG_NAME, compose_within, hydra_session, recipe_from_config
 from k3train.config.overrides import check_overrides, parse_overrides
 from k3train.launch import launch
+from k3train.machine import local_world_size
 
 LONGEST_NAME = 120  # characters of a run directory's name, well below a file system's limit
 
@@ -40,8 +41,6 @@ def sweep(overrides: list[str], config_dir: str | None = None) -> int:
 
 
 def _validate_all(overrides: list[str], hydra: Hydra) -> None:
-    from k3train.cli import local_world_size
-
     own = [override for override in parse_overrides(overrides) if not override.is_hydra_override()]
     for job in BasicSweeper.split_arguments(own, None)[0]:
         local_world_size(recipe_from_config(compose_within(hydra, job)))
@@ -49,8 +48,6 @@ def _validate_all(overrides: list[str], hydra: Hydra) -> None:
 
 def _task(overrides: list[str], config_dir: str | None, codes: list[int]) -> Callable[[DictConfig], int]:
     """The function that Hydra's launcher calls with each composed config."""
-    from k3train.cli import local_world_size
-
     fixed = {
         f"{override.key_or_group}={override.get_value_element_as_str()}"
         for override in parse_overrides(overrides)

@@ -21,6 +21,7 @@ LEVELS = {
     "launch": 6,
     "sweep": 6,
     "environment": 6,
+    "machine": 6,
     "stages": 5,
     "rollout": 5,
     "train": 4,

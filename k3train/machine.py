@@ -1,0 +1,28 @@
+"""What this machine offers a recipe: its GPUs, and how many ranks it can hold."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from k3train.config.schema import RecipeConfig
+from k3train.config.validate import resolve_world_size, validate, validate_machine
+
+
+def local_world_size(config: RecipeConfig) -> int:
+    """Validate the recipe for this machine; returns how many ranks it takes here."""
+    validate(config)
+    gpus = visible_gpus(config)
+    validate_machine(config, gpus)
+    world_size = resolve_world_size(config, gpus)
+    validate(config, world_size)
+    return world_size
+
+
+def visible_gpus(config: RecipeConfig) -> int:
+    """CUDA devices that a run may use. torch is asked only where the system shows a driver."""
+    drivers = (Path("/dev/nvidiactl"), Path("/dev/dxg"))
+    if config.run.device == "cpu" or not any(driver.exists() for driver in drivers):
+        return 0
+    import torch
+
+    return torch.cuda.device_count()
