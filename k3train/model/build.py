@@ -14,8 +14,11 @@ from k3train.parallel.te_linear import resolve_linear
 
 
 def start_model_parallel(parallel: ParallelConfig) -> None:
-    """Create Megatron-Core's process groups for this layout, replacing any earlier ones."""
-    parallel_state.destroy_model_parallel()
+    """Create Megatron-Core's process groups for this layout, replacing those of another one."""
+    if parallel_state.model_parallel_is_initialized():
+        if _sizes_now() == _sizes(parallel):
+            return
+        parallel_state.destroy_model_parallel()
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=parallel.tensor,
         pipeline_model_parallel_size=parallel.pipeline,
@@ -24,6 +27,22 @@ def start_model_parallel(parallel: ParallelConfig) -> None:
         expert_model_parallel_size=parallel.expert,
         expert_tensor_parallel_size=parallel.expert_tensor,
         create_gloo_process_groups=False,
+    )
+
+
+def _sizes(parallel: ParallelConfig) -> tuple[int, ...]:
+    p = parallel
+    return p.tensor, p.pipeline, p.virtual_pipeline, p.context, p.expert, p.expert_tensor
+
+
+def _sizes_now() -> tuple[int, ...]:
+    return (
+        parallel_state.get_tensor_model_parallel_world_size(),
+        parallel_state.get_pipeline_model_parallel_world_size(),
+        parallel_state.get_virtual_pipeline_model_parallel_world_size() or 1,
+        parallel_state.get_context_parallel_world_size(),
+        parallel_state.get_expert_model_parallel_world_size(),
+        parallel_state.get_expert_tensor_parallel_world_size(),
     )
 
 

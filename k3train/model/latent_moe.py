@@ -42,6 +42,8 @@ class StableLatentMoE(MoELayer):
     def postprocess(self, output: torch.Tensor, shared_expert_output: torch.Tensor | None) -> torch.Tensor:
         """Normalise the routed sum, project up, add the shared experts."""
         output = self.token_dispatcher.combine_postprocess(output)
+        # The dispatcher would keep this micro-batch's graph alive, and all that it saved, until the next forward.
+        self.token_dispatcher.probs = None
         if self.latent_norm is not None:
             output = self.latent_norm(output)
         if self.latent_up is not None:
