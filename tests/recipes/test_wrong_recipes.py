@@ -135,7 +135,7 @@ WRONG = [
     (["model.moe.quantile_ema=1.0"], "model.moe.quantile_ema=1.0 is out of range", "model.moe.quantile_ema=0.0"),
     (["optim.lr=0"], "optim.lr=0.0 is out of range; allowed: more than 0", "optim.lr=0.003"),
     (["optim.lr=nan"], "optim.lr=nan is out of range", "optim.lr=0.003"),
-    (["optim.min_lr=0.1"], "optim.min_lr=0.1 is above optim.lr=0.003", "optim.min_lr=0.0003"),
+    (["optim.min_lr=0.1"], "optim.min_lr=0.1 is above optim.lr=0.002", "optim.min_lr=0.0002"),
     (["optim.warmup_fraction=1.0"], "optim.warmup_fraction=1.0 is out of range", "optim.warmup_fraction=0.01"),
     (["optim.betas=[0.9,1.0]"], "optim.betas=[0.9,1.0] is not a pair", "optim.betas=[0.9,0.95]"),
     (["optim.betas=[0.9]"], "optim.betas=[0.9] is not a pair", "optim.betas=[0.9,0.95]"),
