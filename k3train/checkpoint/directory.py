@@ -44,16 +44,19 @@ def committed(root: Path) -> list[tuple[int, Path]]:
 def commit(root: Path, step: int, marker: dict[str, Any]) -> Path:
     """Write the marker and give the finished checkpoint its name; both are synced to the disk. On one rank."""
     partial, final = partial_of(root, step), directory_of(root, step)
+    for path in [*sorted(partial.rglob("*")), partial]:
+        _sync(path)
     marker_path = partial / MARKER
-    with marker_path.open("w", encoding="utf-8") as file:
-        json.dump({"format_version": FORMAT_VERSION, **marker}, file, indent=1)
-        file.flush()
-        os.fsync(file.fileno())
+    marker_path.write_text(json.dumps({"format_version": FORMAT_VERSION, **marker}, indent=1), encoding="utf-8")
+    _sync(marker_path)
     _sync(partial)
+    replaced = final.with_suffix(".replaced")
     if final.exists():
-        shutil.rmtree(final)
+        final.rename(replaced)
     partial.rename(final)
     _sync(root)
+    if replaced.exists():
+        shutil.rmtree(replaced)
     return final
 
 
@@ -66,21 +69,29 @@ def copy_tokenizer(source: Path, target: Path) -> None:
             shutil.copyfile(folder / name, target / name)
 
 
-def _sync(directory: Path) -> None:
-    descriptor = os.open(directory, os.O_RDONLY)
+def _sync(path: Path) -> None:
+    """Wait until a file or a directory is on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
 
 
-def prune(root: Path, keep_last: int) -> list[Path]:
-    """Remove all but the newest `keep_last` committed checkpoints (0 keeps all), and abandoned partial ones."""
+def prune(root: Path, keep_last: int) -> list[str]:
+    """Remove all but the newest `keep_last` committed checkpoints (0 keeps all), and abandoned partial ones.
+
+    Returns a sentence for each that cannot be removed.
+    """
     doomed = [path for _, path in committed(root)[:-keep_last]] if keep_last > 0 else []
-    doomed += [path for path in root.glob("step_*.partial") if path.is_dir()]
+    doomed += [path for suffix in ("partial", "replaced") for path in root.glob(f"step_*.{suffix}") if path.is_dir()]
+    troubles = []
     for path in doomed:
-        shutil.rmtree(path)
-    return doomed
+        try:
+            shutil.rmtree(path)
+        except OSError as error:
+            troubles.append(f"the old checkpoint {path} cannot be removed ({error}); remove it by hand")
+    return troubles
 
 
 def resolve(path: str | Path) -> Path:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import argparse
-import json
+import pickle
 from pathlib import Path
-from typing import Any
 
 import yaml
 
 from k3train.checkpoint import directory
 from k3train.errors import UserError
+from k3train.telemetry.metrics_log import read_metrics
 
 
 def run(args: argparse.Namespace) -> int:
@@ -35,33 +35,29 @@ def _print_run(path: Path) -> list[str]:
         raise UserError(f"{path} is neither a checkpoint ({directory.MARKER}) nor a run directory (config.yaml)")
     print(f"run         {path}")
     if config_file.is_file():
-        config = yaml.safe_load(config_file.read_text(encoding="utf-8"))
-        print(f"recipe      {config['recipe_name']}, {config['train']['steps']} steps")
-    _print_last_metrics(path / "metrics.jsonl")
+        try:
+            config = yaml.safe_load(config_file.read_text(encoding="utf-8"))
+            print(f"recipe      {config['recipe_name']}, {config['train']['steps']} steps")
+        except (yaml.YAMLError, KeyError, TypeError) as error:
+            print(f"recipe      {config_file} cannot be read ({type(error).__name__})")
+    _print_last_metrics(path)
     print(f"checkpoints {', '.join(str(step) for step, _ in found) or 'none'}")
     for partial in sorted(root.glob("step_*.partial")):
         print(f"unfinished  {partial} (never counted; removed at the next save)")
     return _print_checkpoint(found[-1][1]) if found else []
 
 
-def _print_last_metrics(path: Path) -> None:
-    if not path.is_file():
+def _print_last_metrics(run_dir: Path) -> None:
+    if not (run_dir / "metrics.jsonl").is_file():
         return
-    last: dict[str, dict[str, Any]] = {}
-    with path.open(encoding="utf-8") as file:
-        for line in file:
-            try:
-                entry = json.loads(line)
-            except ValueError:
-                continue
-            last[entry.get("kind", "")] = entry
+    last = {entry["kind"]: entry for entry in read_metrics(run_dir)}
     if "train" in last:
         m = last["train"]
         balance = m.get("balance", {}).get("max_violation", {})
         worst = f", max violation {max(balance.values()):.2f}" if balance else ""
-        print(f"last step   {m['step']}: loss {m['loss']:.4f}, grad norm {m['grad_norm']:.3f}{worst}")
+        print(f"last step   {m['step']}: loss {m['loss']}, grad norm {m['grad_norm']}{worst}")
     if "eval" in last:
-        print(f"held-out    loss {last['eval']['loss']:.4f} nats at step {last['eval']['step']}")
+        print(f"held-out    loss {last['eval']['loss']} nats at step {last['eval']['step']}")
 
 
 def _print_checkpoint(path: Path) -> list[str]:
@@ -89,7 +85,7 @@ def _check_shards(path: Path) -> tuple[int, list[str]]:
 
     try:
         metadata = FileSystemReader(path).read_metadata()
-    except (OSError, EOFError, ValueError, AttributeError) as error:
+    except (OSError, EOFError, ValueError, AttributeError, KeyError, ImportError, pickle.UnpicklingError) as error:
         return 0, [f"{path / '.metadata'} cannot be read ({error})"]
     needed: dict[str, int] = {}
     for storage in metadata.storage_data.values():

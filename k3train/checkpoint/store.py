@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ import torch.distributed as dist
 from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from torch.distributed.checkpoint.api import CheckpointException
 
@@ -60,30 +63,58 @@ def save(
     *,
     config: dict[str, Any],
     run_id: str | None,
-    keep_last: int,
+    data: str | None = None,
     tokenizer: Path | None = None,
 ) -> Path:
-    """Write and commit the checkpoint of `state.step` completed steps; then prune older ones. Returns its directory.
+    """Write and commit the checkpoint of `state.step` completed steps; returns its directory.
 
-    The tokenizer's files are copied into it, so that the checkpoint can be used on its own.
+    `data` is the fingerprint of the training data. The tokenizer's files are copied in, so that the checkpoint can be
+    used on its own.
 
     Raises:
         UserError: it cannot be written; older checkpoints are left as they were.
     """
     partial = directory.partial_of(root, state.step)
     _on_first_rank(lambda: _fresh(partial), f"The checkpoint directory {partial} cannot be made")
-    everything = _everything(models, optimizer, schedule, is_loading=False)
-    dist_checkpointing.save(everything, str(partial), async_strategy="mcore")
-    marker = {"state": state.to_dict(), "config": config, "wandb_run_id": run_id, "versions": versions()}
+    with _current_parameters(models):
+        try:
+            everything = _everything(models, optimizer, schedule, is_loading=False)
+            dist_checkpointing.save(everything, str(partial), async_strategy="mcore")
+            failure = None
+        except (CheckpointException, CheckpointingException, OSError) as error:
+            failure = _reason(error)
+    _agree_on(failure, f"The checkpoint in {partial} cannot be written")
+    marker = {"state": state.to_dict(), "config": config, "wandb_run_id": run_id, "data": data, "versions": versions()}
 
     def commit() -> None:
         if tokenizer is not None:
             directory.copy_tokenizer(tokenizer, partial / directory.TOKENIZER)
         directory.commit(root, state.step, marker)
-        directory.prune(root, keep_last)
 
     _on_first_rank(commit, f"The checkpoint in {partial} cannot be committed")
     return directory.directory_of(root, state.step)
+
+
+@contextmanager
+def _current_parameters(models: list[torch.nn.Module]) -> Iterator[None]:
+    """With overlapped gathering, parameters are fetched at the next forward; have them now."""
+    late = [m for m in models if hasattr(m, "ddp_config") and m.ddp_config.overlap_param_gather]
+    for model in late:
+        model.disable_forward_pre_hook(param_sync=True)
+    try:
+        yield
+    finally:
+        for model in late:
+            model.enable_forward_pre_hook()
+
+
+def _agree_on(failure: str | None, what: str) -> None:
+    """Raise on every rank where any failed."""
+    failures: list[str | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(failures, failure)
+    told = next((f for f in failures if f is not None), None)
+    if told is not None:
+        raise UserError(f"{what} ({told}); free space or rights there, or choose another run.dir")
 
 
 def _fresh(path: Path) -> None:
@@ -92,17 +123,15 @@ def _fresh(path: Path) -> None:
     path.mkdir(parents=True)
 
 
-def _on_first_rank(action: Any, failure: str) -> None:
+def _on_first_rank(action: Callable[[], None], what: str) -> None:
     """Run `action` on rank 0 and raise its failure on every rank."""
-    box: list[str | None] = [None]
+    failure: str | None = None
     if dist.get_rank() == 0:
         try:
             action()
         except OSError as error:
-            box[0] = f"{failure} ({error}); free space or rights there, or choose another run.dir"
-    dist.broadcast_object_list(box, src=0)
-    if box[0] is not None:
-        raise UserError(box[0])
+            failure = _reason(error)
+    _agree_on(failure, what)
 
 
 def _load(state: dict[str, Any], path: Path) -> dict[str, Any]:
@@ -150,6 +179,9 @@ def _load_optimizer_part(part: MegatronOptimizer, loaded: dict[str, Any], step: 
 
     What is not a tensor was stored by one rank of another layout, whose parameter groups need not be those of this.
     """
+    if not isinstance(part, DistributedOptimizer):
+        part.load_state_dict(loaded)
+        return
     own = part.state_dict()
     for group in own["optimizer"]["param_groups"]:
         group["step"] = step

@@ -62,7 +62,7 @@ class MoEConfig:
     routed_scaling_factor: float = 1.0
     weight_placement: str = "after_w2"  # after_w2 (released code) | before_w2 (Megatron)
     balancing: str = "quantile"  # quantile | sign | none
-    quantile_estimator: str = "report"  # report | order_statistic | exact
+    quantile_estimator: str = "report"  # report | order_statistic
     quantile_bins: int = 1000
     quantile_ema: float = 0.0  # weight of the previous bias; UNKNOWN for K3, 0 overwrites
     sign_rate: float = 1e-3  # step of the sign rule, when selected

@@ -15,7 +15,7 @@ CHOICES = {
     "model.attention_residual.query_init": ("zero", "normal"),
     "model.moe.weight_placement": ("after_w2", "before_w2"),
     "model.moe.balancing": ("quantile", "sign", "none"),
-    "model.moe.quantile_estimator": ("report", "order_statistic", "exact"),
+    "model.moe.quantile_estimator": ("report", "order_statistic"),
     "model.moe.dispatcher": ("alltoall", "allgather"),
     "model.mtp.mixer": ("mla", "kda"),
 }

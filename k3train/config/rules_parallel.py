@@ -90,7 +90,9 @@ def _check_tensor(config: RecipeConfig) -> None:
 def _check_expert(config: RecipeConfig) -> None:
     if config.model.moe.num_experts == 0:
         for key in ("expert", "expert_tensor"):
-            check_range(config, f"parallel.{key}", "1, as model.moe.num_experts=0 has no experts", most=1)
+            if getattr(config.parallel, key) != 1:
+                why = "is above 1, but model.moe.num_experts=0 has no experts"
+                raise refuse(config, f"parallel.{key}", why, "1", f"parallel.{key}=1")
         return
     check_divides(config, "parallel.expert", "model.moe.num_experts")
     # The ranks of one expert's tensor group have to hold shards of the same tokens.

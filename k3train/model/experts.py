@@ -49,7 +49,7 @@ class LatentExperts(MegatronModule):
     ) -> tuple[torch.Tensor, None]:
         """Tokens [t, latent] sorted by expert, counts [E_local], router weights [t]; returns [t, latent]."""
         w13 = self.w13.flatten(1, 2)
-        if use_grouped_matmul(dispatched):
+        if use_grouped_matmul(dispatched, self.w13.shape[-1], self.w2.shape[-1]):
             offsets = tokens_per_expert.to(dispatched.device).cumsum(0).to(torch.int32)
             fused = torch.nn.functional.grouped_mm(dispatched, w13.transpose(1, 2), offs=offsets)
             out = torch.nn.functional.grouped_mm(self._activate(fused, weights), self.w2.transpose(1, 2), offs=offsets)
@@ -79,6 +79,9 @@ class LatentExperts(MegatronModule):
         }
 
 
-def use_grouped_matmul(tokens: torch.Tensor) -> bool:
-    """Whether one grouped product serves all experts: on CUDA in bf16; elsewhere experts take turns."""
-    return tokens.is_cuda and tokens.dtype == torch.bfloat16
+def use_grouped_matmul(tokens: torch.Tensor, latent: int, width: int) -> bool:
+    """Whether one grouped product serves all experts: on CUDA in bf16, with rows of whole 16 bytes.
+
+    Elsewhere experts take turns.
+    """
+    return tokens.is_cuda and tokens.dtype == torch.bfloat16 and latent % 8 == 0 and width % 8 == 0

@@ -47,6 +47,8 @@ class K3Layer(MegatronModule):
             self.ffn = GatedFFN(config, config.ffn_hidden_size)
         if attention_residual:
             self.mixer_residual = AttentionResidual(config)
+            # The first mixture has a single source, so nothing could be learned; gradient buckets must not wait for it.
+            self.mixer_residual.requires_grad_(index > 0)
             self.ffn_residual = AttentionResidual(config)
 
     def forward(

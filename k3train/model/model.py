@@ -148,4 +148,8 @@ class K3Model(LanguageModule):
         if key in state and not self.pre_process:
             pipeline_replica, *others = state[key].replica_id
             state[key].replica_id = (pipeline_replica + 1, *others)
+        head = f"{prefix}output_layer.weight"
+        if head in state:
+            # As the embedding's: rows added to fill up tensor-parallel ranks differ between layouts.
+            state[head].allow_shape_mismatch = True
         return state

@@ -62,7 +62,7 @@ def build_transformer_config(
         mtp_num_layers=model.mtp.num_layers or None,
         num_moe_experts=moe.num_experts if has_experts else None,
         moe_router_topk=moe.top_k,
-        moe_ffn_hidden_size=moe.expert_hidden_size,
+        moe_ffn_hidden_size=moe.expert_hidden_size if has_experts else None,
         moe_shared_expert_intermediate_size=shared if has_experts and shared else None,
         moe_router_load_balancing_type="none",
         moe_router_score_function="sigmoid",

@@ -52,8 +52,9 @@ def start(device: str = "auto", threads: int | None = None, timeout_minutes: flo
     local_world = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
     quiet_libraries()
     if kind == "cuda":
-        torch.cuda.set_device(local_rank)
-        torch_device, backend = torch.device("cuda", local_rank), "nccl"
+        # Slurm may show each task only its own device, which then has number 0.
+        torch_device, backend = torch.device("cuda", local_rank % torch.cuda.device_count()), "nccl"
+        torch.cuda.set_device(torch_device)
     else:
         from k3train.platform import cpu
 
@@ -76,7 +77,8 @@ def quiet_libraries() -> None:
     """
     warnings.filterwarnings("ignore", module=r"megatron\..*")
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed\..*")
-    warnings.filterwarnings("ignore", message=".*(Transformer Engine|Apex).*")
+    warnings.filterwarnings("ignore", message=".*(Transformer Engine|Apex|torch.distributed is disabled).*")
+    warnings.filterwarnings("ignore", message=".*argument order of load has been changed.*")
     logging.getLogger("megatron").setLevel(logging.ERROR)
     logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
 

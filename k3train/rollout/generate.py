@@ -46,8 +46,13 @@ def sample(logits: torch.Tensor, sampling: SamplingConfig, generator: torch.Gene
 
 
 @torch.inference_mode()
-def generate(model: K3Model, prompt: list[int], sampling: SamplingConfig, stop: frozenset[int]) -> Iterator[int]:
-    """Yield new tokens after `prompt` until a token of `stop` (not yielded) or `max_new_tokens`."""
+def generate(
+    model: K3Model, prompt: list[int], sampling: SamplingConfig, stop: frozenset[int], vocab_size: int
+) -> Iterator[int]:
+    """Yield new tokens below `vocab_size` after `prompt`, until one of `stop` (not yielded) or `max_new_tokens`.
+
+    `vocab_size` is the tokenizer's; the model may have more rows.
+    """
     sampling.check()
     device = next(model.parameters()).device
     generator = torch.Generator().manual_seed(sampling.seed)
@@ -55,7 +60,7 @@ def generate(model: K3Model, prompt: list[int], sampling: SamplingConfig, stop: 
     tokens = torch.tensor([prompt], device=device)
     for _ in range(sampling.max_new_tokens):
         packing = Packing.whole_rows(1, tokens.shape[1], device)
-        logits = model(tokens, packing, states=states)[:, -1].float()
+        logits = model(tokens, packing, states=states)[:, -1, :vocab_size].float()
         tokens = sample(logits, sampling, generator).unsqueeze(1)
         chosen = int(tokens)
         if chosen in stop:

@@ -28,7 +28,8 @@ def run(args: argparse.Namespace) -> int:
     check_tokens(torch.tensor(prompt), restored.config.model.vocab_size, "--prompt")
     decoder = StreamDecoder(tokenizer)
     sys.stdout.write(args.prompt)
-    for token in generate(restored.model, prompt, sampling, frozenset({tokenizer.eod})):
+    stop = frozenset({tokenizer.eod})
+    for token in generate(restored.model, prompt, sampling, stop, tokenizer.vocab_size):
         sys.stdout.write(decoder.push(token))
         sys.stdout.flush()
     sys.stdout.write(decoder.finish() + "\n")

@@ -44,6 +44,7 @@ def restore(checkpoint: str | Path, device: str = "auto") -> Restored:
     path = directory.resolve(checkpoint)
     config = recipe_from_dict(directory.read_marker(path)["config"])
     config.parallel = ParallelConfig()
+    config.model.kda.backend = "auto"  # where the weights were trained says nothing about where they are read
     here = platform.start(device, os.cpu_count())
     start_model_parallel(config.parallel)
     (model,), _ = build_chunks(config, here.device, init=False)

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from megatron.core import parallel_state
 
 from k3train.config.schema import RecipeConfig
@@ -48,15 +49,26 @@ class PretrainStage:
         self._held_out: list[Batch] | None = None
         self.bytes_per_token = self._measure_bytes(tokenizer) if self._valid_set is not None else None
 
-    def _measure_bytes(self, tokenizer: Tokenizer) -> float:
-        """Bytes of text per token that counts, over exactly the held-out tokens that are evaluated."""
-        lengths = torch.from_numpy(tokenizer.byte_lengths())
-        text = tokens = 0.0
-        for index in range(self.config.train.eval_samples):
-            sample = self._valid_set[index]
-            text += float((lengths[sample["labels"]] * sample["loss_mask"]).sum())
-            tokens += float(sample["loss_mask"].sum())
-        return text / tokens
+    @property
+    def fingerprint(self) -> str:
+        return self._train_set.fingerprint
+
+    def _measure_bytes(self, tokenizer: Tokenizer) -> float | None:
+        """Bytes of text per token that counts, over exactly the held-out tokens that are evaluated.
+
+        Rank 0 reads them and tells the others. None where no token counts.
+        """
+        box: list[float | None] = [None]
+        if dist.get_rank() == 0:
+            lengths = torch.from_numpy(tokenizer.byte_lengths())
+            text = tokens = 0.0
+            for index in range(self.config.train.eval_samples):
+                sample = self._valid_set[index]
+                text += float((lengths[sample["labels"]] * sample["loss_mask"]).sum())
+                tokens += float(sample["loss_mask"].sum())
+            box[0] = text / tokens if tokens and text else None
+        dist.broadcast_object_list(box, src=0)
+        return box[0]
 
     def training_steps(self, consumed_samples: int) -> Iterator[list[Batch]]:
         return iter(self._loader(self._train_set, self.config.train.global_batch_size, consumed_samples))

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
-from k3train.checkpoint import store
+from k3train.checkpoint import directory, store
 from k3train.config.schema import RecipeConfig
 from k3train.errors import UserError
 from k3train.model.build import build_chunks, start_model_parallel
@@ -57,12 +57,15 @@ class Trainer:
         self.models = wrap_data_parallel(chunks, transformer_config, config.parallel)
         self.optimizer = build_optimizer(config.optim, self.models, config.parallel, config.train.precision)
         self.schedule = build_schedule(config.optim, self.optimizer, config.train.steps)
-        self.state, self.origin = startup.restore(config, run_dir, self.models, self.optimizer, self.schedule)
+        self.state, self.origin = startup.restore(
+            config, run_dir, self.models, self.optimizer, self.schedule, stage.fingerprint
+        )
         self.runner = StepRunner(self.models, transformer_config, config.train, stage, here.device)
         self.timers = PhaseTimers(here.device)
         self.throughput = Throughput.of(config, here)
         self.paths = paths_taken(config, here)
-        self.telemetry: Telemetry = startup.open_telemetry(config, run_dir, here, self.state)
+        self.telemetry: Telemetry = startup.open_telemetry(config, run_dir, here, self.state, self.origin)
+        self.held_out: list[dict[str, float]] = []  # evaluations of this process
         self.flag_raised = 0  # the stop signal that all ranks agreed on after the last step
         self.last_saved = self.state.step if self.state.step else -1
 
@@ -76,7 +79,7 @@ class Trainer:
                 self._evaluate()
             steps = self.stage.training_steps(self.state.consumed_samples)
             while self.state.step < train.steps and not self.flag_raised:
-                self._step(next(steps))
+                self._step(steps)
                 done = self.state.step
                 if self._due(train.eval_interval):
                     self._evaluate()
@@ -87,22 +90,25 @@ class Trainer:
         finally:
             pictures = self.telemetry.finish(status)
             if status == "finished":
-                startup.tell_end(self.run_dir, self.here, pictures)
+                startup.tell_end(self.run_dir, self.here, pictures, self.held_out)
 
     def _due(self, interval: int) -> bool:
         at_end = self.state.step == self.config.train.steps
         return at_end or (interval > 0 and self.state.step % interval == 0)
 
-    def _step(self, batches: list[Batch]) -> None:
+    def _step(self, steps: Iterator[list[Batch]]) -> None:
         started = time.perf_counter()
         train = self.config.train
+        with self.timers.phase("data"):
+            batches = next(steps)
         with self.timers.phase("forward_backward"):
             reports = self.runner.forward_backward(batches)
+        self._check_finite(reports["loss"], None)
         with self.timers.phase("balance"):
             balance = gather_balance(update_router_bias(self.models), self.config, self.here.device)
         with self.timers.phase("optimizer"):
             self.schedule.step(increment=1)
-            updated, grad_norm, _ = self.optimizer.step()
+            _, grad_norm, _ = self.optimizer.step()
             self.optimizer.zero_grad()
         self.state.advance(train.global_batch_size, train.seq_length)
         peak_memory = self._agree()
@@ -120,7 +126,7 @@ class Trainer:
         interval = train.log_expert_load_interval
         metrics.update(balance_metrics(balance, with_load=interval > 0 and self._due(interval)))
         self.telemetry.step(metrics)
-        self._check_finite(reports["loss"], grad_norm, updated)
+        self._check_finite(reports["loss"], grad_norm)
 
     def _agree(self) -> int:
         """Share peak memory and stop requests, so that every rank stops after the same step."""
@@ -129,14 +135,18 @@ class Trainer:
         self.flag_raised = int(shared[1])
         return int(shared[0])
 
-    def _check_finite(self, loss: float, grad_norm: float | None, updated: bool) -> None:
+    def _check_finite(self, loss: float, grad_norm: float | None) -> None:
         """Stop every rank on a loss or gradient that is not a number: both values are the same on all of them."""
-        if math.isfinite(loss) and grad_norm is not None and math.isfinite(grad_norm) and updated:
-            return
-        raise UserError(
-            f"Step {self.state.step} gave loss={loss}, grad_norm={grad_norm}, which are not finite, so the run ends "
-            f"here; its last checkpoint is kept. Lower optim.lr={self.config.optim.lr} or look at the data of this step"
-        )
+        for name, value in (("loss", loss), ("grad_norm", grad_norm)):
+            if value is None or math.isfinite(value):
+                continue
+            saved = f"step {self.last_saved}" if self.last_saved > 0 else "no step"
+            text = (
+                f"{name}={value} is not finite, so the run ends; {saved} is saved. Try a lower optim.lr than "
+                f"{self.config.optim.lr} in another run.dir, or look at the data of this step"
+            )
+            self.telemetry.event(f"step {self.state.step + (name == 'loss')}: {text}", "warning", **{name: value})
+            raise UserError(f"Run {self.config.run.name}: {text}")
 
     def _evaluate(self) -> None:
         held_out = self.stage.held_out()
@@ -149,23 +159,34 @@ class Trainer:
         if self.stage.bytes_per_token:
             metrics["bits_per_byte"] = loss / math.log(2) / self.stage.bytes_per_token
         metrics["eval_time"] = self.timers.collect()["eval"]
+        self.held_out.append(metrics)
         self.telemetry.evaluation(metrics)
 
     def _save(self) -> None:
         if self.last_saved == self.state.step:
             return
         started = time.perf_counter()
-        path = store.save(
-            self.run_dir / "checkpoints",
-            self.state,
-            self.models,
-            self.optimizer,
-            self.schedule,
-            config=startup.resolved(self.config),
-            run_id=self.telemetry.run_id,
-            keep_last=self.config.checkpoint.keep_last,
-            tokenizer=Path(self.config.data.tokenizer),
-        )
+        root = self.run_dir / "checkpoints"
+        try:
+            path = store.save(
+                root,
+                self.state,
+                self.models,
+                self.optimizer,
+                self.schedule,
+                config=startup.resolved(self.config),
+                run_id=self.telemetry.run_id,
+                data=self.stage.fingerprint,
+                tokenizer=Path(self.config.data.tokenizer),
+            )
+        except UserError as error:
+            if self.state.step == self.config.train.steps or self.flag_raised:
+                raise
+            self.telemetry.event(f"{error}; training goes on and tries again at the next checkpoint", "warning")
+            return
         self.last_saved = self.state.step
         seconds = time.perf_counter() - started
         self.telemetry.event(f"checkpoint {path} committed in {seconds:.1f} s", seconds=seconds)
+        if self.here.rank == 0:
+            for trouble in directory.prune(root, self.config.checkpoint.keep_last):
+                self.telemetry.event(trouble, "warning")

@@ -107,10 +107,12 @@ def paths_taken(config: RecipeConfig, here: Platform) -> dict[str, str]:
     paths = {
         "platform": f"{here.kind}+{here.backend}",
         "kda": resolve_backend(model.kda.backend, here.device),
-        "attention": "torch sdpa fp32" if here.kind == "cpu" else "torch sdpa",
+        "attention": "torch sdpa, fp32" if here.kind == "cpu" else f"torch sdpa, output in {config.train.precision}",
         "linear": resolve_linear(config.parallel.linear, here.kind),
     }
     if model.moe.num_experts:
         paths["dispatch"] = model.moe.dispatcher
-        paths["experts"] = "grouped_mm" if use_grouped_matmul(probe) else "loop"
+        latent = model.moe.latent_size or model.hidden_size
+        width = model.moe.expert_hidden_size // config.parallel.expert_tensor
+        paths["experts"] = "grouped_mm" if use_grouped_matmul(probe, latent, width) else "loop"
     return paths

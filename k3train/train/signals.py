@@ -28,8 +28,9 @@ class StopFlag:
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         self.signal = self.signal or number
-        # A second request is not polite any more: it does what it does without us.
-        self.restore()
+        # A second Ctrl-C kills. Other signals may well come twice (Slurm's warning, then SIGTERM) while a checkpoint is
+        # being written, and are taken as the same request.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def exit_code(number: int) -> int:

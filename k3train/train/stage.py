@@ -16,6 +16,7 @@ class Stage(Protocol):
     """Data and loss. A stage knows nothing of parallelism beyond its data-parallel rank."""
 
     bytes_per_token: float | None  # of the held-out text, for bits per byte
+    fingerprint: str  # of the training data and their order; a run continues on the same only
 
     def training_steps(self, consumed_samples: int) -> Iterator[list[Batch]]:
         """Per step, this data-parallel rank's micro-batches, from `consumed_samples` on."""

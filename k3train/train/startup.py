@@ -15,15 +15,17 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from k3train.checkpoint import directory, store
 from k3train.checkpoint.state import TrainState
+from k3train.config.load import recipe_from_dict
 from k3train.config.schema import RecipeConfig, to_plain
 from k3train.errors import UserError
 from k3train.parallel.stages import describe, layout_of
 from k3train.platform import Platform
+from k3train.telemetry.metrics_log import read_metrics
 from k3train.telemetry.telemetry import Telemetry
 from k3train.telemetry.wandb_sink import WandbSettings
 
 CONFIG_FILE = "config.yaml"
-# What may differ when a run continues: how it is shared out, shown and kept, and how long it is.
+# What may differ when a run continues: how it is shared out, shown and kept.
 _FREE_KEYS = ("run", "parallel", "telemetry", "checkpoint", "recipe_name", "data.cache_dir", "data.num_workers")
 _FREE_TRAIN_KEYS = ("micro_batch_size", "eval_interval", "eval_samples", "log_expert_load_interval")
 
@@ -66,7 +68,11 @@ def _claim(run_dir: Path, plain: dict[str, Any], resume: str) -> str | None:
                 f"run.dir={run_dir} already holds checkpoints and checkpoint.resume=never would overwrite them; "
                 "choose another run.dir, or checkpoint.resume=auto to continue"
             )
-        difference = _first_difference(earlier, plain)
+        # A first attempt that never got to a step leaves nothing to protect.
+        metrics = run_dir / "metrics.jsonl"
+        has_steps = metrics.is_file() and any(True for _ in read_metrics(run_dir, "train"))
+        started = has_steps or directory.committed(run_dir / "checkpoints")
+        difference = _first_difference(_with_defaults(earlier), plain) if started else None
         if difference is not None:
             key, was, now = difference
             return (
@@ -78,6 +84,14 @@ def _claim(run_dir: Path, plain: dict[str, Any], resume: str) -> str | None:
     temporary.write_text(yaml.safe_dump(plain, sort_keys=False), encoding="utf-8")
     temporary.replace(saved)
     return None
+
+
+def _with_defaults(earlier: dict[str, Any]) -> dict[str, Any]:
+    """A recipe that an earlier version saved, with the values it had without saying so."""
+    try:
+        return to_plain(recipe_from_dict(earlier))
+    except UserError:
+        return earlier  # it has keys that are gone: the comparison names them
 
 
 def _first_difference(earlier: dict[str, Any], now: dict[str, Any]) -> tuple[str, Any, Any] | None:
@@ -107,15 +121,27 @@ def restore(
     models: list[torch.nn.Module],
     optimizer: MegatronOptimizer,
     schedule: OptimizerParamScheduler,
+    data: str,
 ) -> tuple[TrainState, Path | None]:
     """Continue the run's newest checkpoint, or start from `checkpoint.load`'s weights, or from scratch.
 
     Returns the counters and the checkpoint they came from.
+
+    Raises:
+        UserError: the training data (`data` is their fingerprint) are not those the run began with, or the checkpoint
+            cannot be loaded.
     """
     own = directory.committed(run_dir / "checkpoints") if config.checkpoint.resume == "auto" else []
     newest = [own[-1][1] if own else None]
     dist.broadcast_object_list(newest, src=0)
     if newest[0] is not None:
+        began_with = directory.read_marker(newest[0]).get("data")
+        if began_with not in (None, data):
+            raise UserError(
+                f"The training data are not those that {newest[0]} was trained on (the files of data.train were "
+                "written anew, or in another order); put the old ones back, or start another run.dir with "
+                f"checkpoint.load={newest[0]}"
+            )
         return store.load(newest[0], models, optimizer, schedule), newest[0]
     if config.checkpoint.load is not None:
         source = directory.resolve(config.checkpoint.load)
@@ -125,9 +151,12 @@ def restore(
     return TrainState(), None
 
 
-def open_telemetry(config: RecipeConfig, run_dir: Path, here: Platform, state: TrainState) -> Telemetry:
-    """The run's telemetry; only rank 0 writes."""
+def open_telemetry(
+    config: RecipeConfig, run_dir: Path, here: Platform, state: TrainState, origin: Path | None
+) -> Telemetry:
+    """The run's telemetry; only rank 0 writes. A continued run keeps the W&B id that its checkpoint carries."""
     wandb = config.telemetry.wandb
+    run_id = directory.read_marker(origin).get("wandb_run_id") if state.step and origin else None
     return Telemetry(
         run_dir,
         resolved(config),
@@ -142,6 +171,7 @@ def open_telemetry(config: RecipeConfig, run_dir: Path, here: Platform, state: T
             tags=list(wandb.tags),
             name=config.run.name,
         ),
+        run_id=run_id,
         is_writer=here.rank == 0,
         code_version=code_version(),
         start_step=state.step,
@@ -175,16 +205,24 @@ def tell_start(
         telemetry.event(f"{verb} {origin}" + (f" at step {state.step}" if state.step else ""))
     if state.step >= config.train.steps:
         telemetry.event(
-            f"nothing to do: train.steps={config.train.steps} are done; set train.steps higher to go on", "warning"
+            f"nothing to do: train.steps={config.train.steps} are done; to train on from here, start another run with "
+            f"run.name=... and checkpoint.load={origin}"
         )
 
 
-def tell_end(run_dir: Path, here: Platform, pictures: list[Path]) -> None:
-    """Where everything lies."""
+def tell_end(run_dir: Path, here: Platform, pictures: list[Path], held_out: list[dict[str, float]]) -> None:
+    """What was reached, and where everything lies."""
     if here.rank != 0:
         return
     newest = directory.committed(run_dir / "checkpoints")
-    lines = [f"curves      {path}" for path in pictures]
+    lines = []
+    if len(held_out) > 1:
+        first, last = held_out[0], held_out[-1]
+        lines.append(f"held-out    {first['loss']:.4f} nats at step {first['step']}, {last['loss']:.4f} at step ")
+        lines[-1] += f"{last['step']}: {first['loss'] - last['loss']:.4f} less"
+        if "bits_per_byte" in last:
+            lines[-1] += f"; {first['bits_per_byte']:.4f} to {last['bits_per_byte']:.4f} bits per byte"
+    lines += [f"{path.stem:<11} {path}" for path in pictures]
     lines += [f"metrics     {run_dir / 'metrics.jsonl'}", f"recipe      {run_dir / CONFIG_FILE}"]
     lines += [f"checkpoint  {newest[-1][1]}"] if newest else []
     print("\n".join(lines), flush=True)

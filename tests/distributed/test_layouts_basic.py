@@ -97,7 +97,7 @@ def train(rank: int, world_size: int, config: RecipeConfig) -> dict[str, Any]:
         out["reports"].append(runner.forward_backward(micro_batches))
         if step == 0:
             complete_gradients(models)
-            out["gradients"] = shards(chunks, config, lambda p: p.main_grad)
+            out["gradients"] = shards(chunks, config, lambda p: p.main_grad if p.requires_grad else torch.zeros_like(p))
         _, grad_norm, _ = optimizer.step()
         out["grad_norm"].append(float(grad_norm))
         update_router_bias(models)

@@ -102,9 +102,7 @@ def test_bf16_follows_fp32(pool: Any, corpus: Path, clean: tuple[Path, dict], tm
     assert parameters["decoder.layers.1.moe.router.selection_bias"].dtype == torch.float32
 
 
-def test_a_run_directory_of_another_recipe_is_refused(
-    pool: Any, corpus: Path, clean: tuple[Path, dict]
-) -> None:
+def test_a_run_directory_of_another_recipe_is_refused(pool: Any, corpus: Path, clean: tuple[Path, dict]) -> None:
     run_dir, _ = clean
     before = sorted(p.name for p in run_dir.rglob("*"))
     metrics = (run_dir / "metrics.jsonl").read_bytes()
@@ -140,3 +138,86 @@ def test_a_damaged_checkpoint_ends_every_rank(pool: Any, corpus: Path, tmp_path:
     for message, _ in results:
         assert isinstance(message, str)
         assert checkpoint.name in message
+
+
+def test_overlapped_communication_changes_nothing(
+    pool: Any, corpus: Path, clean: tuple[Path, dict], tmp_path: Path
+) -> None:
+    """Gradients reduced and parameters gathered while computing; the checkpoint holds the parameters of its step."""
+    overlap = {"parallel__overlap_grad_reduce": True, "parallel__overlap_param_gather": True}
+    results = pool.run(train, 2, small_recipe(corpus, tmp_path, **overlap), 4)
+    assert [code for code, _ in results] == [128 + 15] * 2, results
+    results = pool.run(train, 2, small_recipe(corpus, tmp_path, **overlap))
+    assert [code for code, _ in results] == [0, 0], results
+    for ours, one_rank in zip(lines(tmp_path, "train"), lines(clean[0], "train"), strict=True):
+        assert ours["loss"] == pytest.approx(one_rank["loss"], rel=1e-5)
+    last = small_recipe(corpus, tmp_path / "next", checkpoint__load=str(tmp_path), train__steps=1, train__seed=1)
+    ((code, loaded),) = pool.run(train, 1, {**last, "optim": {"lr": 1e-12, "min_lr": 0.0}})
+    assert code == 0
+    for name, parameter in clean[1].items():
+        if not name.endswith("selection_bias"):  # which that one more step has moved
+            torch.testing.assert_close(loaded[name], parameter, rtol=1e-3, atol=1e-4, msg=name)
+
+
+def test_an_unsharded_optimizer_continues_too(
+    pool: Any, corpus: Path, clean: tuple[Path, dict], tmp_path: Path
+) -> None:
+    whole = {"parallel__distributed_optimizer": False}
+    assert pool.run(train, 2, small_recipe(corpus, tmp_path, **whole), 3)[0][0] == 128 + 15
+    results = pool.run(train, 2, small_recipe(corpus, tmp_path, **whole))
+    assert [code for code, _ in results] == [0, 0], results
+    for ours, one_rank in zip(lines(tmp_path, "train"), lines(clean[0], "train"), strict=True):
+        assert ours["loss"] == pytest.approx(one_rank["loss"], rel=1e-5)
+
+
+def poisoned(rank: int, world_size: int, recipe: dict[str, Any]) -> tuple[int | str, dict]:
+    """Train with one weight that is not a number on the last rank."""
+    from k3train.model import build
+
+    plain = build.init_weights
+
+    def with_nan(model: torch.nn.Module, *args: Any) -> None:
+        plain(model, *args)
+        if rank == world_size - 1:
+            with torch.no_grad():
+                model.decoder.layers["0"].mixer.o_norm[0] = float("nan")
+
+    build.init_weights = with_nan
+    try:
+        return train(rank, world_size, recipe)
+    finally:
+        build.init_weights = plain
+
+
+def test_a_value_that_is_not_a_number_ends_every_rank_in_words(pool: Any, corpus: Path, tmp_path: Path) -> None:
+    results = pool.run(poisoned, 2, small_recipe(corpus, tmp_path))
+    for message, _ in results:
+        assert isinstance(message, str)
+        assert "loss=nan is not finite" in message, message
+    assert any("loss=nan" in line["text"] for line in lines(tmp_path, "event"))
+
+
+def test_a_failed_first_attempt_does_not_claim_the_directory(pool: Any, corpus: Path, tmp_path: Path) -> None:
+    ((message, _),) = pool.run(train, 1, small_recipe(corpus, tmp_path, data__tokenizer=str(tmp_path / "typo.json")))
+    assert "typo.json" in message
+    assert pool.run(train, 1, small_recipe(corpus, tmp_path, train__steps=1))[0][0] == 0
+
+
+def test_rebuilt_data_are_refused(pool: Any, tmp_path: Path) -> None:
+    first, second = make_corpus(_made(tmp_path / "a")), make_corpus(_made(tmp_path / "b"), documents=401)
+    assert pool.run(train, 1, small_recipe(first, tmp_path / "run"), 2)[0][0] == 128 + 15
+    first.rename(tmp_path / "old")
+    second.rename(first)
+    ((message, _),) = pool.run(train, 1, small_recipe(first, tmp_path / "run"))
+    assert "training data are not those" in message
+
+
+def _made(folder: Path) -> Path:
+    folder.mkdir()
+    return folder
+
+
+def test_layers_without_experts(pool: Any, corpus: Path, tmp_path: Path) -> None:
+    recipe = small_recipe(corpus, tmp_path, model__moe={"num_experts": 0}, train__steps=2)
+    assert pool.run(train, 1, recipe)[0][0] == 0
+    assert lines(tmp_path, "train")[1]["loss"] < 6.0

@@ -74,7 +74,9 @@ def required_bias_histogram(
         if out_of_range is not None:
             # Written so that NaN counts as outside; no boolean indexing, which would make a GPU wait.
             out_of_range += (kept * ~((required >= low) & (required <= high))).sum()
-        bins = required.sub_(low).mul_(bins_per_unit).clamp_(0, num_bins - 1)
+        # NaN has no bin, and as an index it would be out of bounds: it goes to the first one, so that the run can end
+        # on its loss, on every rank, rather than here on one.
+        bins = required.sub_(low).mul_(bins_per_unit).nan_to_num_(nan=0.0).clamp_(0, num_bins - 1)
         counts.scatter_add_(1, bins.to(torch.int64), kept)
     return counts
 
