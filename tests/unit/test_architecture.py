@@ -6,6 +6,7 @@ import ast
 import re
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -188,3 +189,12 @@ def test_pins_are_exact_and_name_no_place() -> None:
     """constraints.txt holds one exact version a package and nothing else."""
     for line in (ROOT / "constraints.txt").read_text().splitlines():
         assert line.startswith("#") or re.fullmatch(r"[A-Za-z0-9_.-]+==[A-Za-z0-9.]+", line), line
+
+
+def test_every_dependency_is_pinned() -> None:
+    """What pyproject.toml asks for has its exact version in constraints.txt, or a fresh machine gets another one."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    asked = [*project["dependencies"], *project["optional-dependencies"]["test"]]
+    pinned = {line.split("==")[0].lower() for line in (ROOT / "constraints.txt").read_text().splitlines() if "==" in line}
+    names = {re.match(r"[\w.-]+", requirement).group().lower() for requirement in asked}
+    assert names <= pinned, names - pinned
