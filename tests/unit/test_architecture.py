@@ -195,6 +195,7 @@ def test_every_dependency_is_pinned() -> None:
     """What pyproject.toml asks for has its exact version in constraints.txt, or a fresh machine gets another one."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     asked = [*project["dependencies"], *project["optional-dependencies"]["test"]]
-    pinned = {line.split("==")[0].lower() for line in (ROOT / "constraints.txt").read_text().splitlines() if "==" in line}
+    pins = (ROOT / "constraints.txt").read_text().splitlines()
+    pinned = {line.split("==")[0].lower() for line in pins if "==" in line}
     names = {re.match(r"[\w.-]+", requirement).group().lower() for requirement in asked}
     assert names <= pinned, names - pinned
