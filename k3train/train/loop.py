@@ -41,9 +41,9 @@ def run_training(
     flag.install()
     try:
         start_model_parallel(config.parallel)
-        run_dir = startup.claim_run_directory(config)
-        stage = make_stage(config)
-        return (trainer or Trainer)(config, stage, here, run_dir, flag).run()
+        with startup.claimed_run_directory(config) as run_dir:
+            stage = make_stage(config)
+            return (trainer or Trainer)(config, stage, here, run_dir, flag).run()
     finally:
         flag.restore()
 

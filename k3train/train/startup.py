@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import subprocess
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -35,23 +38,38 @@ def resolved(config: RecipeConfig) -> dict[str, Any]:
     return to_plain(config)
 
 
-def claim_run_directory(config: RecipeConfig) -> Path:
-    """Create the run directory, or check that the one that is there belongs to this recipe. Saves the recipe in it.
+@contextmanager
+def claimed_run_directory(config: RecipeConfig) -> Iterator[Path]:
+    """Create the run directory, or check that the one that is there belongs to this recipe; saves the recipe in it.
+
+    No other run can use it until the block ends.
 
     Raises:
-        UserError: it belongs to another recipe, or cannot be written.
+        UserError: it belongs to another recipe, is in use, or cannot be written.
     """
     run_dir = Path(config.run.dir)
-    box: list[str | None] = [None]
-    if dist.get_rank() == 0:
-        try:
-            box[0] = _claim(run_dir, resolved(config), config.checkpoint.resume)
-        except OSError as error:
-            box[0] = f"run.dir={run_dir} cannot be written ({error}); choose another with run.dir=..."
-    dist.broadcast_object_list(box, src=0)
-    if box[0] is not None:
-        raise UserError(box[0])
-    return run_dir
+    with ExitStack() as held:
+        box: list[str | None] = [None]
+        if dist.get_rank() == 0:
+            try:
+                box[0] = _lock(run_dir, held) or _claim(run_dir, resolved(config), config.checkpoint.resume)
+            except OSError as error:
+                box[0] = f"run.dir={run_dir} cannot be written ({error}); choose another with run.dir=..."
+        dist.broadcast_object_list(box, src=0)
+        if box[0] is not None:
+            raise UserError(box[0])
+        yield run_dir
+
+
+def _lock(run_dir: Path, held: ExitStack) -> str | None:
+    """Hold the directory's lock file; a sentence where another run does. The system frees it if this process dies."""
+    run_dir.mkdir(parents=True, exist_ok=True)
+    file = held.enter_context((run_dir / "lock").open("w"))
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return f"run.dir={run_dir} is in use by another run; wait for it, or choose another run.dir or run.name"
+    return None
 
 
 def _claim(run_dir: Path, plain: dict[str, Any], resume: str) -> str | None:
@@ -79,7 +97,6 @@ def _claim(run_dir: Path, plain: dict[str, Any], resume: str) -> str | None:
                 f"run.dir={run_dir} belongs to another recipe: {key} was {was} there and is {now} here; "
                 f"choose another run.dir, or {key}={was} to continue that run"
             )
-    run_dir.mkdir(parents=True, exist_ok=True)
     temporary = saved.with_suffix(".tmp")
     temporary.write_text(yaml.safe_dump(plain, sort_keys=False), encoding="utf-8")
     temporary.replace(saved)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import math
 from pathlib import Path
 from typing import Any
@@ -221,3 +222,12 @@ def test_layers_without_experts(pool: Any, corpus: Path, tmp_path: Path) -> None
     recipe = small_recipe(corpus, tmp_path, model__moe={"num_experts": 0}, train__steps=2)
     assert pool.run(train, 1, recipe)[0][0] == 0
     assert lines(tmp_path, "train")[1]["loss"] < 6.0
+
+
+def test_two_runs_never_share_a_directory(pool: Any, corpus: Path, tmp_path: Path) -> None:
+    tmp_path.joinpath("lock").touch()
+    with (tmp_path / "lock").open("w") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        results = pool.run(train, 2, small_recipe(corpus, tmp_path))
+        assert all("is in use by another run" in message for message, _ in results), results
+    assert pool.run(train, 1, small_recipe(corpus, tmp_path, train__steps=1))[0][0] == 0
