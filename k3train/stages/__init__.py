@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import sys
+import traceback
+
 from k3train.config.schema import RecipeConfig
+from k3train.errors import UserError
 
 
 def run_stage(config: RecipeConfig) -> int:
@@ -14,6 +19,16 @@ def run_stage(config: RecipeConfig) -> int:
     stages = {"pretrain": PretrainStage}
     here = platform.start(config.run.device, config.run.threads_per_rank, config.run.timeout_minutes)
     try:
-        return run_training(config, stages[config.stage.name], here)
-    finally:
-        platform.stop()
+        code = run_training(config, stages[config.stage.name], here)
+    except UserError:
+        platform.stop()  # every rank raises it
+        raise
+    except Exception:
+        if here.world_size == 1:
+            raise
+        # The other ranks wait for this one in a collective, and leaving the group politely would wait for them.
+        traceback.print_exc()
+        sys.stderr.flush()
+        os._exit(1)
+    platform.stop()
+    return code
