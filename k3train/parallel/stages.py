@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from megatron.core.transformer.enums import LayerType
 from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
 
+from k3train.config.layout import even_layout
 from k3train.config.model import ModelConfig
 from k3train.config.schema import ParallelConfig
 
@@ -26,11 +27,7 @@ def layout_of(parallel: ParallelConfig, model: ModelConfig) -> PipelineParallelL
     stages = parallel.pipeline * parallel.virtual_pipeline
     text = parallel.pipeline_layout
     if text is None:
-        per_stage = model.num_layers // stages
-        rows = ["t" * per_stage] * stages
-        rows[0] = "E" + rows[0]
-        rows[-1] = rows[-1] + "m" * model.mtp.num_layers + "L"
-        text = "|".join(rows)
+        text = even_layout(model.num_layers, stages, model.mtp.num_layers)
     layout = PipelineParallelLayerLayout(text, parallel.pipeline)
     layout.validate_layer_layout(model.num_layers, model.mtp.num_layers)
     return layout
