@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
+from k3train.config.memory import check_host_memory
 from k3train.config.schema import RecipeConfig
 from k3train.config.validate import resolve_world_size, validate, validate_machine
 
@@ -15,6 +17,8 @@ def local_world_size(config: RecipeConfig) -> int:
     validate_machine(config, gpus)
     world_size = resolve_world_size(config, gpus)
     validate(config, world_size)
+    if config.run.device == "cpu" or not gpus:
+        check_host_memory(config, world_size, os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
     return world_size
 
 

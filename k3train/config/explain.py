@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import fields
 from typing import Any
@@ -26,15 +26,15 @@ from k3train.errors import UserError
 
 
 @contextmanager
-def plain_errors() -> Iterator[None]:
-    """Raise a UserError in place of an error of the composition."""
+def plain_errors(value_of: Callable[[str], Any] = default_of) -> Iterator[None]:
+    """Raise a UserError in place of an error of the composition. `value_of` gives a good value of a key."""
     try:
         yield
     except (HydraException, OmegaConfBaseException, yaml.YAMLError) as error:
-        raise explain(error) from error
+        raise explain(error, value_of) from error
 
 
-def explain(error: Exception) -> UserError:
+def explain(error: Exception, value_of: Callable[[str], Any] = default_of) -> UserError:
     """The sentence for an error of the composition; its deepest OmegaConf cause names the key."""
     cause: BaseException | None = error
     while cause is not None and not isinstance(cause, OmegaConfBaseException):
@@ -44,21 +44,32 @@ def explain(error: Exception) -> UserError:
     key, reason = cause.full_key, str(cause).strip().splitlines()[0].rstrip(".")
     if isinstance(cause, InterpolationKeyError):
         return UserError(f"{key} refers to another key that does not exist ({reason}); correct its ${{...}}")
+    if cause.object_type is CorpusConfig and not isinstance(cause, MissingMandatoryValue):
+        return _corpus_error(key, cause, reason)
     if isinstance(cause, ConfigKeyError | ConfigAttributeError):
-        if cause.object_type is CorpusConfig:
-            names = ", ".join(field.name for field in fields(CorpusConfig))
-            return UserError(
-                f"{key}: a corpus of data.train or data.valid has no such key; allowed: {names}; try"
-                " 'data.train=[{path: PREFIX, weight: 1.0}]'"
-            )
         return unknown_key(key, None, [])
     if isinstance(cause, MissingMandatoryValue):
         return missing_value(key)
     if isinstance(cause, ValidationError | UnsupportedValueType):
-        cure = as_override(default_of(key)) if key in leaf_types() else "VALUE"
-        settable = re.sub(r"\[(\d+)\]", r".\1", key)
-        return UserError(f"{key} has the wrong type ({reason}); allowed: {expected(key)}; try {settable}={cure}")
+        if key in sections():
+            inner = next(name for name in leaf_types() if name.startswith(f"{key}."))
+            cure = f"{inner}={as_override(value_of(inner))}"
+            return UserError(f"{key} is a group of keys and takes no value of its own; set one of them, as in {cure}")
+        value = as_override(value_of(key)) if key in leaf_types() else "VALUE"
+        cure = re.sub(r"\[(\d+)\]", r".\1", key) + f"={value}"
+        cure = f"'{cure}'" if "{" in cure else cure  # the shell would take it apart
+        return UserError(f"{key} has the wrong type ({reason}); allowed: {expected(key)}; try {cure}")
     return UserError(f"the recipe cannot be composed at {key}: {reason}")
+
+
+def _corpus_error(key: str, cause: OmegaConfBaseException, reason: str) -> UserError:
+    """An item of data.train or data.valid with a wrong key or value."""
+    allowed = ", ".join(f"{field.name} ({expected(f'data.train[0].{field.name}')})" for field in fields(CorpusConfig))
+    wrong = f"has the wrong type ({reason})" if isinstance(cause, ValidationError) else "is no key"
+    return UserError(
+        f"{key} {wrong} of a corpus of data.train or data.valid; allowed: {allowed}; try"
+        " 'data.train=[{path: PREFIX, weight: 1.0}]'"
+    )
 
 
 def missing_value(key: str) -> UserError:
@@ -88,4 +99,6 @@ def as_override(value: Any) -> str:
         return str(value).lower()
     if isinstance(value, list):
         return "[" + ",".join(as_override(item) for item in value) + "]"
+    if isinstance(value, dict):
+        return "{" + ",".join(f"{key}: {as_override(item)}" for key, item in value.items()) + "}"
     return str(value)

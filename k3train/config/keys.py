@@ -26,6 +26,40 @@ _WORDS = {
 }
 
 
+# What Megatron-LM, torchtitan, Hugging Face's Trainer and people call these keys.
+_OTHER_NAMES = {
+    "optim.lr": ("learning_rate", "max_lr", "peak_lr"),
+    "optim.min_lr": ("min_learning_rate", "lr_min", "final_lr"),
+    "optim.clip_grad": ("max_grad_norm", "gradient_clipping", "grad_clip", "max_norm"),
+    "optim.warmup_fraction": ("warmup_ratio", "lr_warmup_fraction", "warmup"),
+    "optim.schedule": ("lr_scheduler_type", "lr_decay_style", "scheduler", "lr_schedule"),
+    "optim.betas": ("adam_betas",),
+    "optim.eps": ("adam_eps", "adam_epsilon", "epsilon"),
+    "train.steps": ("max_steps", "train_iters", "num_steps", "training_steps", "iterations", "num_iterations"),
+    "train.seq_length": ("seq_len", "sequence_length", "max_length", "max_seq_length", "context_length"),
+    "train.micro_batch_size": ("per_device_train_batch_size", "local_batch_size", "mbs"),
+    "train.global_batch_size": ("batch_size", "train_batch_size", "gbs"),
+    "train.precision": ("dtype", "mixed_precision"),
+    "train.eval_interval": ("eval_steps", "val_check_interval", "eval_every"),
+    "checkpoint.interval": ("save_interval", "save_steps", "save_every"),
+    "checkpoint.keep_last": ("save_total_limit", "keep_last_k"),
+    "checkpoint.load": ("load_checkpoint", "initial_load_path", "init_from"),
+    "parallel.tensor": ("tp", "tensor_parallel", "tensor_model_parallel_size", "tensor_parallel_size"),
+    "parallel.pipeline": ("pp", "pipeline_parallel", "pipeline_model_parallel_size", "pipeline_parallel_size"),
+    "parallel.virtual_pipeline": ("vpp", "virtual_pipeline_model_parallel_size"),
+    "parallel.context": ("cp", "context_parallel", "context_parallel_size"),
+    "parallel.expert": ("ep", "expert_parallel", "expert_model_parallel_size", "expert_parallel_size"),
+    "parallel.expert_tensor": ("etp", "expert_tensor_parallel_size"),
+    "parallel.world_size": ("nproc_per_node", "num_gpus", "ranks", "world"),
+    "parallel.recompute": ("activation_checkpointing", "gradient_checkpointing", "recompute_granularity"),
+    "model.num_layers": ("num_hidden_layers", "n_layers", "layers"),
+    "model.hidden_size": ("d_model", "dim", "n_embd"),
+    "model.ffn_hidden_size": ("intermediate_size",),
+    "model.moe.num_experts": ("n_experts", "n_routed_experts", "experts"),
+    "model.moe.top_k": ("topk", "num_experts_per_tok", "num_experts_per_token", "moe_router_topk"),
+}
+
+
 @cache
 def leaf_types() -> dict[str, str]:
     """Every settable key as a dotted path, with its type as the schema spells it."""
@@ -82,14 +116,18 @@ def default_of(key: str) -> Any:
 def closest(word: str, known: Iterable[str]) -> str | None:
     """The most similar known word, or None. A bare name also matches the last part of a dotted key."""
     known = list(known)
-    tails = [key for key in known if key.rsplit(".", 1)[-1] == word.rsplit(".", 1)[-1]]
+    last = word.rsplit(".", 1)[-1]
+    meant = next((key for key, names in _OTHER_NAMES.items() if last in names and key in known), None)
+    if meant is not None:
+        return meant
+    tails = [key for key in known if key.rsplit(".", 1)[-1] == last]
     if tails:
         return min(tails, key=lambda key: (-difflib.SequenceMatcher(None, word, key).ratio(), key))
     near = difflib.get_close_matches(word, known, n=1, cutoff=0.55)
     if near:
         return near[0]
     by_tail = {key.rsplit(".", 1)[-1]: key for key in reversed(known)}
-    near = difflib.get_close_matches(word.rsplit(".", 1)[-1], by_tail, n=1, cutoff=0.6)
+    near = difflib.get_close_matches(last, by_tail, n=1, cutoff=0.6)
     return by_tail[near[0]] if near else None
 
 

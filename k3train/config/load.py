@@ -13,10 +13,13 @@ from hydra._internal.utils import create_config_search_path
 from hydra.core.config_search_path import SearchPathQuery
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
+from hydra.errors import HydraException
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
 from k3train.config.explain import missing_value, plain_errors
+from k3train.config.keys import default_of
 from k3train.config.overrides import check_overrides, group_options
 from k3train.config.schema import RecipeConfig
 from k3train.errors import UserError
@@ -79,19 +82,33 @@ def compose_config(overrides: list[str], config_dir: str | Path | None = None) -
 
 def compose_within(hydra: Hydra, overrides: list[str]) -> DictConfig:
     """`compose_config` in a session that is open already, for overrides that were checked."""
-    with plain_errors():
-        config = hydra.compose_config(
-            config_name=CONFIG_NAME,
-            overrides=overrides,
-            run_mode=RunMode.RUN,
-            from_shell=False,
-            with_log_configuration=False,
-        )
+
+    def recipe_value(key: str) -> Any:
+        """What the chosen groups say, before the command line changes single keys."""
+        chosen = [text for text in overrides if "." not in text.partition("=")[0]]
+        try:
+            value = OmegaConf.select(_compose(hydra, chosen), key)
+        except (HydraException, OmegaConfBaseException):
+            return default_of(key)
+        return OmegaConf.to_container(value) if OmegaConf.is_config(value) else value
+
+    with plain_errors(recipe_value):
+        config = _compose(hydra, overrides)
     OmegaConf.set_readonly(config, False)
     OmegaConf.set_struct(config, False)
     del config["hydra"]
     OmegaConf.set_struct(config, True)
     return config
+
+
+def _compose(hydra: Hydra, overrides: list[str]) -> DictConfig:
+    return hydra.compose_config(
+        config_name=CONFIG_NAME,
+        overrides=overrides,
+        run_mode=RunMode.RUN,
+        from_shell=False,
+        with_log_configuration=False,
+    )
 
 
 @contextmanager

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import difflib
+import itertools
 from collections.abc import Iterable
 
 from hydra._internal.hydra import Hydra
@@ -85,4 +87,13 @@ def _nearest(value: str, options: list[str]) -> str:
     """The most similar option; failing that, the one whose last part is (`k3-tiny`, `sft/k3-tiny`)."""
     tails = {option.rpartition("/")[2]: option for option in options}
     tail = closest(value.rpartition("/")[2], tails)
-    return closest(value, options) or (tails[tail] if tail else options[0])
+    if tail:
+        return closest(value, options) or tails[tail]
+    return max(options, key=lambda option: _likeness(value, option))
+
+
+def _likeness(word: str, option: str) -> tuple[int, float]:
+    """Options that begin alike come first: `k3-small` means another small model before it means the largest."""
+    pairs = zip(word.rpartition("/")[2], option.rpartition("/")[2])
+    common = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
+    return common, difflib.SequenceMatcher(None, word, option).ratio()

@@ -39,7 +39,8 @@ def validate_machine(config: RecipeConfig, gpus: int) -> None:
         return
     if config.run.device == "cuda":
         raise UserError(
-            "run.device=cuda, but this machine shows no CUDA device; allowed here: cpu, auto; try run.device=cpu"
+            "run.device=cuda, but this machine shows no CUDA device; allowed here: cpu, auto; start it where"
+            " there are GPUs, or try run.device=cpu"
         )
     if config.parallel.linear == "te":
         raise UserError(

@@ -1,3 +1,5 @@
 """Tokenizers, corpora and the data sets that training reads."""
 
-from k3train import platform  # noqa: F401  (silences the libraries before they are imported)
+from k3train.quiet import quiet_libraries
+
+quiet_libraries()  # before the libraries are imported

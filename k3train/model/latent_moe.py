@@ -21,9 +21,7 @@ class StableLatentMoE(MoELayer):
     """
 
     def __init__(self, config: K3TransformerConfig, layer_number: int, is_mtp_layer: bool = False) -> None:
-        submodules = MoESubmodules(
-            experts=LatentExperts, shared_experts=SharedExperts, router=QuantileBalancingRouter
-        )
+        submodules = MoESubmodules(experts=LatentExperts, shared_experts=SharedExperts, router=QuantileBalancingRouter)
         super().__init__(config, submodules=submodules, layer_number=layer_number, is_mtp_layer=is_mtp_layer)
         self.set_layer_number(layer_number)
         latent = config.k3.moe.latent_size

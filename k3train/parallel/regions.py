@@ -98,4 +98,3 @@ class ReplicatedLinear(MegatronModule):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[..., input] -> [..., output]."""
         return torch.nn.functional.linear(x, self.weight)
-

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import datetime
-import logging
 import os
-import warnings
 from dataclasses import dataclass
 
 import torch
@@ -50,7 +48,6 @@ def start(device: str = "auto", threads: int | None = None, timeout_minutes: flo
     world_size = int(os.environ.get("WORLD_SIZE", 1))
     local_rank = int(os.environ.get("LOCAL_RANK", rank))
     local_world = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
-    quiet_libraries()
     if kind == "cuda":
         # Slurm may show each task only its own device, which then has number 0.
         torch_device, backend = torch.device("cuda", local_rank % torch.cuda.device_count()), "nccl"
@@ -68,19 +65,6 @@ def start(device: str = "auto", threads: int | None = None, timeout_minutes: flo
         else:
             dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
     return Platform(kind, torch_device, backend, rank, local_rank, world_size)
-
-
-def quiet_libraries() -> None:
-    """Silence what Megatron-Core and torch say about absent optional packages and their own future.
-
-    What is absent and what is used instead is told once by the run itself, as `paths`. Call before they are imported.
-    """
-    warnings.filterwarnings("ignore", module=r"megatron\..*")
-    warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed\..*")
-    warnings.filterwarnings("ignore", message=".*(Transformer Engine|Apex|torch.distributed is disabled).*")
-    warnings.filterwarnings("ignore", message=".*argument order of load has been changed.*")
-    logging.getLogger("megatron").setLevel(logging.ERROR)
-    logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
 
 
 def stop() -> None:

@@ -13,12 +13,14 @@ from k3train.errors import UserError
 def run_stage(config: RecipeConfig) -> int:
     """Run the stage that `config.stage.name` names, on the rank described by the environment; returns the exit code."""
     from k3train import platform
+    from k3train.stages.inputs import check_inputs
     from k3train.stages.pretrain import PretrainStage
     from k3train.train.loop import run_training
 
     stages = {"pretrain": PretrainStage}
     here = platform.start(config.run.device, config.run.threads_per_rank, config.run.timeout_minutes)
     try:
+        check_inputs(config)
         code = run_training(config, stages[config.stage.name], here)
     except UserError:
         platform.stop()  # every rank raises it

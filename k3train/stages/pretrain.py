@@ -12,9 +12,9 @@ from megatron.core import parallel_state
 from k3train.config.schema import RecipeConfig
 from k3train.data.loader import PretrainLoader
 from k3train.data.pretrain import build_datasets
-from k3train.data.tokenizer import Tokenizer, load_tokenizer
-from k3train.errors import UserError
+from k3train.data.tokenizer import Tokenizer
 from k3train.model.model import TokenLosses
+from k3train.stages.inputs import fitting_tokenizer
 from k3train.train.stage import Batch
 
 
@@ -29,12 +29,7 @@ class PretrainStage:
         """
         train, data = config.train, config.data
         self.config = config
-        tokenizer = load_tokenizer(data.tokenizer)
-        if tokenizer.vocab_size > config.model.vocab_size:
-            raise UserError(
-                f"data.tokenizer={data.tokenizer} has {tokenizer.vocab_size} tokens, model.vocab_size="
-                f"{config.model.vocab_size} has no row for some; set model.vocab_size={tokenizer.vocab_size}"
-            )
+        tokenizer = fitting_tokenizer(config)
         valid = [(c.path, c.weight) for c in data.valid]
         self._train_set, self._valid_set = build_datasets(
             [(c.path, c.weight) for c in data.train],

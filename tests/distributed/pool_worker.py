@@ -54,7 +54,8 @@ def _prepare() -> None:
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
     import torch
 
-    from k3train.platform import cpu, quiet_libraries
+    from k3train.platform import cpu
+    from k3train.quiet import quiet_libraries
 
     quiet_libraries()
     cpu.install()

@@ -200,9 +200,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_layout_equals_one_rank(
-    pool: WorkerPool, one_rank: dict[bool, list[dict[str, Any]]], layout: str
-) -> None:
+def test_layout_equals_one_rank(pool: WorkerPool, one_rank: dict[bool, list[dict[str, Any]]], layout: str) -> None:
     world_size, settings = LAYOUTS[layout]
     expected = one_rank[settings.get("mtp", False)]
     actual = pool.run(train, world_size, recipe(**settings))

@@ -35,6 +35,7 @@ LEVELS = {
     "quant": 2,
     "k3kernels": 1,
     "platform": 0,
+    "quiet": -1,
 }
 # Dataclasses and the error type carry no behaviour; every level reads them, and they read nothing above.
 SHARED = {"config", "errors"}
