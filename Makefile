@@ -4,7 +4,6 @@ SHELL := bash
 .PHONY: help setup demo test lint clean
 
 BIN := .venv/bin
-DEMO_RUN := runs/k3-tiny
 DEMO_ARGS ?=
 TEST_ARGS ?=
 
@@ -14,7 +13,7 @@ export HF_HUB_OFFLINE := 1
 help: ## list the targets
 	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /\1\t/' | awk -F'\t' '{printf "  make %-6s %s\n", $$1, $$2}'
 	@echo
-	@echo "  DEMO_ARGS='train.steps=50'  more recipe keys for make demo"
+	@echo "  DEMO_ARGS='run.name=short train.steps=50'  other values for make demo"
 	@echo "  TEST_ARGS='-k router -x'    more arguments for pytest"
 	@echo "  PYTHON=/path/to/python3.12  the Python to make .venv with"
 
@@ -24,8 +23,9 @@ setup: ## make .venv with the pinned packages (nothing to do when it is there)
 demo: setup ## prepare the corpus, pretrain recipe=pretrain/k3-tiny, generate from its checkpoint
 	@$(BIN)/python tools/prepare_demo.py --out data/demo
 	@$(BIN)/k3train recipe=pretrain/k3-tiny $(DEMO_ARGS)
-	@$(BIN)/k3train generate --checkpoint $(DEMO_RUN)/checkpoints --prompt "def "
-	@tools/setup/show_run.sh $(DEMO_RUN)
+	@run_dir=$$($(BIN)/k3train recipe=pretrain/k3-tiny $(DEMO_ARGS) --cfg job --resolve | sed -n '/^run:/,/^[a-z]/s/^  dir: //p') && \
+		echo && echo "A sample from $$run_dir:" && \
+		$(BIN)/k3train generate --checkpoint "$$run_dir" --prompt "def "
 
 test: setup ## run the tests
 	@$(BIN)/python -m pytest $(TEST_ARGS)

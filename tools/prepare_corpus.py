@@ -39,8 +39,8 @@ class ProgressLine:
         rate = (progress.bytes_done - self._first_bytes) / max(now - self._started, 1e-9)
         eta = f"{(progress.bytes - progress.bytes_done) / rate:.0f} s left" if rate else "starting"
         line = (
-            f"shard {progress.shards_done}/{progress.shards}, {progress.bytes_done / 1e6:.0f} of "
-            f"{progress.bytes / 1e6:.0f} MB, {progress.tokens / 1e6:.2f}M tokens, {rate / 1e6:.1f} MB/s, "
+            f"shard {progress.shards_done}/{progress.shards}, {progress.bytes_done / 1e6:.1f} of "
+            f"{progress.bytes / 1e6:.1f} MB, {progress.tokens / 1e6:.2f}M tokens, {rate / 1e6:.1f} MB/s, "
             f"{eta}"
         )
         if sys.stderr.isatty():

@@ -11,7 +11,8 @@ def parameter_count(model: ModelConfig) -> dict[str, int]:
     Returns:
         `total`: everything, multi-token prediction included; `active`: what one token passes through in the
         backbone, without the input embedding and with the head (the report's 104.2B for K3); `embedding`: the
-        input embedding; `mtp`: the part of `total` that multi-token prediction adds.
+        input embedding; `mtp`: the part of `total` that multi-token prediction adds; `mtp_active`: what one token
+        passes through for it, with the head that it uses again.
     """
     h = model.hidden_size
     embedding = model.vocab_size * h
@@ -27,8 +28,14 @@ def parameter_count(model: ModelConfig) -> dict[str, int]:
         total += mixer + ffn + norms
         active += mixer + ffn_active + norms
     ends = h + (2 * h if model.attention_residual.enabled else 0)
-    mtp = model.mtp.num_layers * _mtp(model)
-    return {"total": total + ends + mtp, "active": active + ends, "embedding": embedding, "mtp": mtp}
+    mtp, mtp_active = (model.mtp.num_layers * count for count in _mtp(model))
+    return {
+        "total": total + ends + mtp,
+        "active": active + ends,
+        "embedding": embedding,
+        "mtp": mtp,
+        "mtp_active": mtp_active,
+    }
 
 
 def _kda(kda: KDAConfig, h: int) -> int:
@@ -63,9 +70,11 @@ def _moe(model: ModelConfig) -> tuple[int, int]:
     return fixed + moe.num_experts * expert, fixed + moe.top_k * expert
 
 
-def _mtp(model: ModelConfig) -> int:
-    """One multi-token-prediction layer: two input norms, fusion, a decoder layer without AttnRes, a norm."""
+def _mtp(model: ModelConfig) -> tuple[int, int]:
+    """All and active parameters of one multi-token-prediction layer: two input norms, fusion, a decoder layer without
+    AttnRes, a norm; the head is not its own, but each token is multiplied with it once more."""
     h = model.hidden_size
     mixer = _mla(model.mla, h) if model.mtp.mixer == "mla" else _kda(model.kda, h)
-    ffn = _moe(model)[0] if model.moe.num_experts else 3 * h * model.ffn_hidden_size
-    return 2 * h + 2 * h * h + mixer + ffn + 2 * h + h
+    ffn, ffn_active = _moe(model) if model.moe.num_experts else (3 * h * model.ffn_hidden_size,) * 2
+    fixed = 2 * h + 2 * h * h + mixer + 2 * h + h
+    return fixed + ffn, fixed + ffn_active + model.vocab_size * h

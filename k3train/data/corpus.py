@@ -102,23 +102,6 @@ def check_corpus(
     return info
 
 
-def bytes_per_token(prefix: str | Path) -> float:
-    """UTF-8 bytes of text per token of one split, end-of-document tokens counted as tokens without bytes.
-
-    Bits per byte = loss in nats / ln(2) / this.
-
-    Raises:
-        UserError: the split has no manifest.
-    """
-    manifest = _split_manifest(str(prefix))
-    if manifest is None:
-        raise UserError(
-            f"Corpus {prefix} has no {MANIFEST_NAME} beside it, so its bytes of text are not known; "
-            "prepare it with tools/prepare_corpus.py to get bits per byte."
-        )
-    return manifest["text_bytes"] / manifest["tokens"]
-
-
 def read_manifest(directory: str | Path) -> dict | None:
     """The manifest of a corpus directory, or None where it has none.
 

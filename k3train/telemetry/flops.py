@@ -76,9 +76,3 @@ def peak_flops(device_name: str, dtype: str = "bf16") -> float | None:
         if re.search(pattern, device_name.replace("-", " "), flags=re.IGNORECASE):
             return peaks.get(kind)
     return None
-
-
-def mfu(model_flops_per_second: float, device_name: str, num_devices: int, dtype: str = "bf16") -> float | None:
-    """Model FLOPs utilisation in [0, 1] of all devices together, or None where the peak is not known."""
-    peak = peak_flops(device_name, dtype)
-    return None if peak is None else model_flops_per_second / (peak * num_devices)

@@ -178,7 +178,7 @@ def curves_figure(curves: Curves, title: str) -> Figure:
     _style(rate, "Learning rate")
     rate.plot(curves.step, curves.lr, color=_BLUE, linewidth=1.8)
     rate.set_ylim(bottom=0)
-    for axes in (gradient, rate):
+    for axes in (loss, balance, speed, gradient, rate):
         axes.set_xlabel("step", fontsize=11)
     return figure
 

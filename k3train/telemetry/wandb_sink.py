@@ -6,11 +6,12 @@ import netrc
 import os
 import secrets
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlparse
 
+from k3train.config.schema import WandbConfig
 from k3train.errors import UserError
 from k3train.telemetry.console import worst_layer
 
@@ -45,14 +46,9 @@ _EVAL_NAMES = {
 
 
 @dataclass
-class WandbSettings:
-    """How to record to W&B; the fields of the recipe's `telemetry.wandb` and the run's name."""
+class WandbSettings(WandbConfig):
+    """How to record to W&B: the recipe's `telemetry.wandb`, and the run's name."""
 
-    mode: str = "auto"  # auto: online with a key, offline without | online | offline | disabled
-    project: str = "k3train"
-    entity: str | None = None
-    group: str | None = None
-    tags: list[str] = field(default_factory=list)
     name: str | None = None
 
     def __post_init__(self) -> None:

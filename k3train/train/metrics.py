@@ -69,14 +69,16 @@ class Throughput:
     def of(config: RecipeConfig, here: Platform) -> Throughput:
         model, train = config.model, config.train
         full = len(model.full_attention_layers)
+        ahead = model.mtp.num_layers
+        count = parameter_count(model)
         per_token = model_flops_per_token(
-            parameter_count(model)["active"],
+            count["active"] + count["mtp_active"],
             train.seq_length,
-            num_mla_layers=full,
+            num_mla_layers=full + (ahead if model.mtp.mixer == "mla" else 0),
             mla_heads=model.mla.num_heads,
             qk_head_dim=model.mla.qk_nope_head_dim + model.mla.qk_rope_head_dim,
             v_head_dim=model.mla.v_head_dim,
-            num_kda_layers=model.num_layers - full,
+            num_kda_layers=model.num_layers - full + (ahead if model.mtp.mixer == "kda" else 0),
             kda_heads=model.kda.num_heads,
             kda_key_dim=model.kda.head_dim,
             kda_value_dim=model.kda.head_dim,

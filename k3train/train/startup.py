@@ -172,7 +172,6 @@ def open_telemetry(
     config: RecipeConfig, run_dir: Path, here: Platform, state: TrainState, origin: Path | None
 ) -> Telemetry:
     """The run's telemetry; only rank 0 writes. A continued run keeps the W&B id that its checkpoint carries."""
-    wandb = config.telemetry.wandb
     run_id = directory.read_marker(origin).get("wandb_run_id") if state.step and origin else None
     return Telemetry(
         run_dir,
@@ -180,14 +179,7 @@ def open_telemetry(
         total_steps=config.train.steps,
         console=config.telemetry.console,
         interactive=config.telemetry.interactive,
-        wandb=WandbSettings(
-            mode=wandb.mode,
-            project=wandb.project,
-            entity=wandb.entity,
-            group=wandb.group,
-            tags=list(wandb.tags),
-            name=config.run.name,
-        ),
+        wandb=WandbSettings(**vars(config.telemetry.wandb), name=config.run.name),
         run_id=run_id,
         is_writer=here.rank == 0,
         code_version=code_version(),
@@ -212,7 +204,8 @@ def tell_start(
     data_parallel = here.world_size // (p.tensor * p.pipeline * p.context)
     telemetry.event(
         f"{config.run.name}: {count['total'] / 1e6:.1f}M parameters, {count['active'] / 1e6:.1f}M active; "
-        f"{here.world_size} ranks on {here.kind} as TP{p.tensor} x PP{p.pipeline} x DP{data_parallel}, EP{p.expert}"
+        f"{here.world_size} rank{'s'[: here.world_size > 1]} on {here.kind} as TP{p.tensor} x PP{p.pipeline} x "
+        f"DP{data_parallel}, EP{p.expert}"
     )
     if p.pipeline > 1:
         telemetry.event("pipeline stages:\n" + describe(layout_of(p, config.model)))

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from k3train.data.corpus import bytes_per_token, check_corpus, read_manifest, verify_corpus
+from k3train.data.corpus import check_corpus, read_manifest, verify_corpus
 from k3train.data.prepare import prepare_corpus
 from k3train.data.shards import PrepareOptions
 from k3train.data.tokenizer import train_tokenizer
@@ -35,7 +35,7 @@ def test_check_gives_the_numbers_of_the_manifest(corpus: Path) -> None:
     for split, info in infos.items():
         entry = manifest["splits"][split]
         assert (info.tokens, info.documents, info.dtype) == (entry["tokens"], entry["documents"], "uint16")
-        assert bytes_per_token(corpus / split) == entry["text_bytes"] / entry["tokens"]
+        assert info.text_bytes == entry["text_bytes"]
     assert infos["train"].fingerprint != infos["valid"].fingerprint
     assert verify_corpus(corpus) == manifest
 
@@ -118,5 +118,3 @@ def test_corpus_of_another_tool_lacks_only_the_manifest(corpus: Path) -> None:
     assert (info.text_bytes, info.tokenizer_sha256) == (None, None)
     with pytest.raises(UserError, match=r"token id \d+, outside vocab_size=50"):
         check_corpus(corpus / "train", 50)
-    with pytest.raises(UserError, match=r"has no corpus\.json beside it"):
-        bytes_per_token(corpus / "train")

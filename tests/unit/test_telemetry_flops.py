@@ -3,7 +3,10 @@
 import pytest
 import torch
 
-from k3train.telemetry import PhaseTimers, mfu, model_flops_per_token, peak_flops
+from k3train.config.model import ModelConfig, MTPConfig
+from k3train.config.parameters import parameter_count
+from k3train.telemetry import PhaseTimers, model_flops_per_token, peak_flops
+from k3train.train.metrics import Throughput
 
 
 def attention_pairs(seq_length: int) -> int:
@@ -77,11 +80,18 @@ def test_known_peaks(name: str, dtype: str, tera: float) -> None:
 )
 def test_unknown_peaks_are_none(name: str, dtype: str) -> None:
     assert peak_flops(name, dtype) is None
-    assert mfu(1e15, name, 1, dtype) is None
 
 
-def test_mfu_is_of_all_devices() -> None:
-    assert mfu(4 * 312e12 * 0.4, "NVIDIA A100-SXM4-80GB", 4) == pytest.approx(0.4)
+def test_mfu_is_of_all_devices_and_counts_the_layer_ahead() -> None:
+    """40 % of four devices' peak is 0.4; multi-token prediction adds its layer and a second use of the head."""
+    throughput = Throughput(tokens_per_step=1, flops_per_step=4 * 312e12 * 0.4, peak_flops=4 * 312e12)
+    assert throughput.metrics(1.0)["mfu"] == pytest.approx(0.4)
+    plain = parameter_count(ModelConfig())
+    ahead = parameter_count(ModelConfig(mtp=MTPConfig(num_layers=1)))
+    assert plain["mtp_active"] == 0
+    assert ahead["active"] == plain["active"]
+    unused = (16 - 4) * 3 * 64 * 96  # experts that a token does not go to
+    assert ahead["mtp_active"] == ahead["mtp"] - unused + 2048 * 128
 
 
 class Clock:
