@@ -161,3 +161,15 @@ def test_handlers_are_given_back(tmp_path: Path) -> None:
     run(tmp_path, "ok")
     assert signal.getsignal(signal.SIGINT) is before
     assert os.environ.get("RANK") is None
+
+
+def test_a_rank_that_breaks_ends_the_run_though_another_waits_for_it(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Not after the half hour that collectives may take: the broken rank leaves at once, and the launcher sees it."""
+    started = time.monotonic()
+    program = str(Path(__file__).with_name("breaking_rank.py"))
+    assert launch([], 2, tmp_path / "logs", command=(sys.executable, program), patience=HASTE) == 1
+    assert time.monotonic() - started < 120  # importing torch twice on a busy machine, not run.timeout_minutes=30
+    shown = capfd.readouterr()
+    assert "RuntimeError: an error nobody foresaw" in shown.out + shown.err
