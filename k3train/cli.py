@@ -170,11 +170,8 @@ def _print_config(options: argparse.Namespace) -> int:
 
 
 def _train(config: RecipeConfig, argv: list[str], here: Place | None) -> int:
-    from k3train.stages.inputs import check_inputs
-
     if here is None:
         world_size = local_world_size(config)
-        check_inputs(config)
         if world_size > 1:
             return launch(argv, world_size, Path(config.run.dir) / "logs", config.run.threads_per_rank)
     else:

@@ -8,10 +8,14 @@ from pathlib import Path
 from k3train.config.memory import check_host_memory
 from k3train.config.schema import RecipeConfig
 from k3train.config.validate import resolve_world_size, validate, validate_machine
+from k3train.stages.inputs import check_inputs
 
 
 def local_world_size(config: RecipeConfig) -> int:
-    """Validate the recipe for this machine; returns how many ranks it takes here."""
+    """Check the recipe, this machine, and the files the recipe names; returns how many ranks it takes here.
+
+    Raises UserError for whatever keeps it from running here.
+    """
     validate(config)
     gpus = visible_gpus(config)
     validate_machine(config, gpus)
@@ -19,6 +23,7 @@ def local_world_size(config: RecipeConfig) -> int:
     validate(config, world_size)
     if config.run.device == "cpu" or not gpus:
         check_host_memory(config, world_size, os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
+    check_inputs(config)
     return world_size
 
 

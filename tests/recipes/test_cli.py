@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from k3train import cli, sweep
+from k3train import cli, machine, sweep
 from k3train.config.schema import RecipeConfig
 from k3train.environment import Place, expand_counts, first_host, place
 from k3train.errors import UserError
@@ -97,6 +97,13 @@ def test_only_the_first_rank_of_a_launcher_speaks() -> None:
         assert bool(ended.stderr) == bool(told)
 
 
+@pytest.fixture
+def _inputs_are_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The demo's corpus counts as prepared."""
+    monkeypatch.setattr(machine, "check_inputs", lambda config: None)
+
+
+@pytest.mark.usefixtures("_inputs_are_there")
 def test_ranks_are_started_with_the_same_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
     monkeypatch.setattr(cli, "launch", lambda *given: calls.append(given) or 0)
@@ -104,6 +111,17 @@ def test_ranks_are_started_with_the_same_arguments(monkeypatch: pytest.MonkeyPat
     assert calls == [([TINY, "run.dir=somewhere", "run.threads_per_rank=3"], 4, Path("somewhere/logs"), 3)]
 
 
+def test_files_that_are_missing_are_told_before_any_rank_starts(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(cli, "launch", lambda *given: pytest.fail("ranks were started"))
+    assert cli.main([TINY]) == 2
+    assert capsys.readouterr().err.startswith("k3train: No tokenizer at data/demo/tokenizer.json")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.usefixtures("_inputs_are_there")
 def test_one_rank_runs_in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
     import k3train.stages
 
@@ -128,6 +146,7 @@ def test_a_rank_with_bad_data_says_so_itself(
     assert capsys.readouterr().err == "k3train: rank 1: the corpus is not here\n"
 
 
+@pytest.mark.usefixtures("_inputs_are_there")
 def test_multirun_gives_each_run_a_directory(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -154,6 +173,7 @@ def test_multirun_gives_each_run_a_directory(
     ]
 
 
+@pytest.mark.usefixtures("_inputs_are_there")
 def test_multirun_refuses_before_the_first_run(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -165,6 +185,7 @@ def test_multirun_refuses_before_the_first_run(
     assert calls == []
 
 
+@pytest.mark.usefixtures("_inputs_are_there")
 def test_ctrl_c_ends_a_sweep(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
     calls = []
