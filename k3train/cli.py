@@ -54,12 +54,29 @@ class _Parser(argparse.ArgumentParser):
 
 def _generate_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--checkpoint", required=True, metavar="DIR", help="a checkpoint, or a run's checkpoints")
-    parser.add_argument("--prompt", required=True, metavar="TEXT")
-    parser.add_argument("--max-new-tokens", type=int, default=100)
-    parser.add_argument("--temperature", type=float, default=1.0)
-    parser.add_argument("--top-p", type=float, default=1.0, help="sample from the likeliest tokens of this mass")
+    parser.add_argument("--prompt", action="append", metavar="TEXT", help="may be given several times")
+    parser.add_argument("--prompts", metavar="FILE", help="FILE.jsonl with a `prompt` a line, or FILE.txt, one a line")
+    parser.add_argument("--n", type=int, default=1, metavar="N", help="samples of each prompt (default 1)")
+    parser.add_argument("--max-new-tokens", type=int, default=100, metavar="N", help="default 100")
+    parser.add_argument("--temperature", type=float, default=1.0, help="default 1; 0 is greedy")
+    parser.add_argument("--top-p", type=float, default=1.0, metavar="P", help="only the likeliest tokens of this mass")
+    parser.add_argument("--top-k", type=int, default=0, metavar="K", help="only the likeliest K tokens; 0: all")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--greedy", action="store_true", help="always take the likeliest token")
+    parser.add_argument("--stop", action="append", metavar="TEXT", help="end before this text; several times is fine")
+    parser.add_argument("--ignore-eos", action="store_true", help="go on after the end-of-document token")
+    parser.add_argument("--batch-size", type=int, default=32, metavar="N", help="samples at a time (default 32)")
+    parser.add_argument("--json", action="store_true", help="one JSON object a sample, with tokens and log-probs")
+    _layout_argument(parser)
+
+
+def _layout_argument(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "layout",
+        nargs="*",
+        metavar="parallel.KEY=N",
+        help="parallel.tensor and parallel.expert of these ranks (under torchrun or srun)",
+    )
 
 
 def _score_arguments(parser: argparse.ArgumentParser) -> None:
@@ -67,6 +84,7 @@ def _score_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tokens", required=True, metavar="FILE.npy", help="token ids, [length] or [rows, length]")
     parser.add_argument("--out", required=True, metavar="FILE.npz")
     parser.add_argument("--logits", action="store_true", help="write the logits as well")
+    _layout_argument(parser)
 
 
 def _inspect_arguments(parser: argparse.ArgumentParser) -> None:
@@ -113,7 +131,7 @@ def _run_verb(verb: str, argv: list[str]) -> int:
     what, module, add_arguments = VERBS[verb]
     parser = _Parser(prog=f"k3train {verb}", description=what)
     add_arguments(parser)
-    arguments = parser.parse_args(argv)
+    arguments = parser.parse_intermixed_args(argv)
     return importlib.import_module(module).run(arguments)
 
 

@@ -13,11 +13,10 @@ from k3train.model.attention_residual import AttentionResidual
 from k3train.model.layer import K3Layer
 from k3train.model.norm import RMSNorm
 from k3train.model.packing import Packing
+from k3train.model.state import StateView
 from k3train.model.transformer_config import K3TransformerConfig
 from k3train.parallel import payload
 from k3train.parallel.stages import StageContents
-
-LayerStates = dict[int, dict[str, torch.Tensor]]
 
 
 class NumberedLayers(torch.nn.ModuleDict):
@@ -59,14 +58,14 @@ class K3Block(MegatronModule):
             self.output_residual = AttentionResidual(config) if residual.enabled else None
             self.final_norm = RMSNorm(config, config.hidden_size)
 
-    def forward(self, stream: torch.Tensor, packing: Packing, states: LayerStates | None = None) -> torch.Tensor:
+    def forward(self, stream: torch.Tensor, packing: Packing, states: StateView | None = None) -> torch.Tensor:
         """Embeddings or the previous stage's payload in; the next stage's payload out.
 
         The last stage returns the output mixture [s / TP, b, h], before the final norm.
         """
         bank, partial = payload.unpack(stream, self.summaries_received)
         for key, layer in self.layers.items():
-            state = None if states is None else states.setdefault(int(key), {})
+            state = None if states is None else states.layer(int(key))
             run = functools.partial(layer, packing=packing, state=state)
             arrived = partial
             if self.recompute and self.training and torch.is_grad_enabled():

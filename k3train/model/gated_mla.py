@@ -6,12 +6,12 @@ import torch
 import torch.nn.functional as F
 from megatron.core.transformer.module import MegatronModule
 
+from k3train.model import mla_decode
 from k3train.model.norm import RMSNorm
 from k3train.model.packing import Packing
+from k3train.model.state import MLAView
 from k3train.model.transformer_config import K3TransformerConfig
 from k3train.parallel.regions import ReplicatedLinear, column_parallel, enter, row_parallel
-
-State = dict[str, torch.Tensor]
 
 
 class GatedMLA(MegatronModule):
@@ -43,19 +43,15 @@ class GatedMLA(MegatronModule):
             self.g_proj = column_parallel(config, hidden, width)
         self.o_proj = row_parallel(config, width, hidden)
 
-    def forward(self, x: torch.Tensor, packing: Packing, state: State | None = None) -> torch.Tensor:
-        """Attend over the documents of `packing`; with `state`, continue one document a row and extend it in place.
-
-        `state` holds `latent` [t, b, kv_lora_rank] (normalised) and `shared_key` [t, b, qk_rope_head_dim].
-        """
+    def forward(self, x: torch.Tensor, packing: Packing, state: MLAView | None = None) -> torch.Tensor:
+        """Attend over the documents of `packing`; with `state`, continue its rows instead and extend it in place."""
         full = enter(x, self.config) if self.mla.output_gate or self.mla.q_lora_rank is None else None
         latent, shared_key = self._latent(x)
-        if state is not None:
-            if "latent" in state:
-                latent = torch.cat([state["latent"], latent])
-                shared_key = torch.cat([state["shared_key"], shared_key])
-            state["latent"], state["shared_key"] = latent, shared_key
-        out = self._attend(self._queries(x, full), *self._keys_values(latent, shared_key), packing, state)
+        q = self._queries(x, full)
+        if state is None:
+            out = self._attend(q, *self._keys_values(latent, shared_key), packing)
+        else:
+            out = mla_decode.attend_after(self, q, latent, shared_key, state)
         out = out.permute(2, 0, 1, 3).flatten(2)
         if self.mla.output_gate:
             # The gate multiplies the attention output in fp32 (report section 2.1.2).
@@ -84,17 +80,11 @@ class GatedMLA(MegatronModule):
         shared = shared_key.unsqueeze(2).expand(-1, -1, self.local_heads, -1)
         return torch.cat([key, shared], dim=-1).permute(1, 2, 0, 3), value.permute(1, 2, 0, 3)
 
-    def _attend(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, packing: Packing, state: State | None
-    ) -> torch.Tensor:
+    def _attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, packing: Packing) -> torch.Tensor:
         """Causal softmax attention, [b, heads, s, v_head_dim]; in fp32 on the CPU, where bf16 gains nothing."""
         scale = self.qk_dim**-0.5
         if q.device.type == "cpu":
             q, k, v = q.float(), k.float(), v.float()
-        if state is not None:
-            queries, keys = q.shape[2], k.shape[2]
-            mask = torch.ones(queries, keys, dtype=torch.bool, device=q.device).tril(keys - queries)
-            return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)
         if packing.single:
             return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale)
         return F.scaled_dot_product_attention(q, k, v, attn_mask=packing.attention_mask(), scale=scale)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import torch
-from k3kernels.kda import kda_attention, kda_decode_step
+from k3kernels.kda import kda_attention
 from k3kernels.rms_norm import gated_rms_norm
 from k3kernels.short_conv import short_conv
 from megatron.core.transformer.module import MegatronModule
 
+from k3train.model import kda_decode
 from k3train.model.packing import Packing
+from k3train.model.state import KDAView
 from k3train.model.transformer_config import K3TransformerConfig
 from k3train.parallel.regions import (
     ReplicatedLinear,
@@ -19,8 +21,6 @@ from k3train.parallel.regions import (
     row_parallel,
 )
 from k3train.parallel.sharding import with_tensor_axes
-
-State = dict[str, torch.Tensor]
 
 
 class KimiDeltaAttention(MegatronModule):
@@ -73,12 +73,8 @@ class KimiDeltaAttention(MegatronModule):
         outputs = (self.q_proj(full)[0], self.k_proj(full)[0], self.v_proj(full)[0], decay, self.b_proj(full)[0], gate)
         return tuple(t.transpose(0, 1) for t in outputs)
 
-    def forward(self, x: torch.Tensor, packing: Packing, state: State | None = None) -> torch.Tensor:
-        """Attend over the documents of `packing`; with `state`, continue one document a row and update it in place.
-
-        `state` holds `q_conv`, `k_conv`, `v_conv` [b, channels, taps - 1] and `kda` [b, heads, head_dim, head_dim];
-        an empty dict starts from nothing.
-        """
+    def forward(self, x: torch.Tensor, packing: Packing, state: KDAView | None = None) -> torch.Tensor:
+        """Attend over the documents of `packing`; with `state`, continue its rows instead and update it in place."""
         q, k, v, decay, beta, gate = self._project(x)
         batch, length = q.shape[:2]
         conv = {"q": (q, self.q_conv), "k": (k, self.k_conv), "v": (v, self.v_conv)}
@@ -88,14 +84,7 @@ class KimiDeltaAttention(MegatronModule):
             mixed = {n: short_conv(self._flat(t), w, cu_seqlens=cu_seqlens)[0] for n, (t, w) in conv.items()}
             out, _ = self._attend(mixed, flat["decay"], flat["beta"], cu_seqlens=cu_seqlens)
         else:
-            mixed = {}
-            for n, (t, w) in conv.items():
-                mixed[n], state[f"{n}_conv"] = short_conv(
-                    t.contiguous(), w, initial_state=state.get(f"{n}_conv"), output_final_state=True
-                )
-            out, state["kda"] = self._attend(
-                mixed, decay, beta, initial_state=state.get("kda"), output_final_state=True
-            )
+            out = kda_decode.attend_after(self, (q, k, v), decay, beta, state)
         out = out.reshape(batch, length, self.local_heads, self.kda.head_dim)
         out = gated_rms_norm(out, self._heads(gate), self.o_norm, self.config.layernorm_epsilon)
         return self.o_proj(out.flatten(2).transpose(0, 1).contiguous())[0]
@@ -105,11 +94,6 @@ class KimiDeltaAttention(MegatronModule):
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         q, k, v = (self._heads(mixed[n]) for n in ("q", "k", "v"))
         settings = {"gate": self.kda.gate, "lower_bound": self.kda.gate_lower_bound}
-        state = kwargs.get("initial_state")
-        if q.shape[1] == 1 and state is not None:
-            token = (t.squeeze(1) for t in (q, k, v, self._heads(decay), beta))
-            out, state = kda_decode_step(*token, self.A_log, self.dt_bias, state, **settings)
-            return out.unsqueeze(1), state
         return kda_attention(
             q, k, v, self._heads(decay), beta, self.A_log, self.dt_bias, backend=self.kda.backend, **settings, **kwargs
         )

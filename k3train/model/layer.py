@@ -12,6 +12,7 @@ from k3train.model.kda import KimiDeltaAttention
 from k3train.model.latent_moe import StableLatentMoE
 from k3train.model.norm import RMSNorm
 from k3train.model.packing import Packing
+from k3train.model.state import LayerState
 from k3train.model.transformer_config import K3TransformerConfig
 
 
@@ -56,7 +57,7 @@ class K3Layer(MegatronModule):
         partial: torch.Tensor,
         *bank: torch.Tensor,
         packing: Packing,
-        state: dict[str, torch.Tensor] | None = None,
+        state: LayerState | None = None,
     ) -> torch.Tensor:
         """The running sum after this layer, [s / TP, b, h], from the running sum and the block summaries before it."""
         sources = list(bank)

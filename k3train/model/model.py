@@ -12,9 +12,10 @@ from megatron.core.tensor_parallel import VocabParallelEmbedding
 from megatron.core.transformer.module import MegatronModule
 
 from k3train.errors import UserError
-from k3train.model.block import K3Block, LayerStates
+from k3train.model.block import K3Block
 from k3train.model.mtp import MultiTokenPrediction, mtp_targets
 from k3train.model.packing import Packing
+from k3train.model.state import StateView
 from k3train.model.transformer_config import K3TransformerConfig
 from k3train.parallel.regions import column_parallel, enter, no_init
 from k3train.parallel.stages import StageContents
@@ -106,14 +107,19 @@ class K3Model(LanguageModule):
         packing: Packing,
         labels: torch.Tensor | None = None,
         loss_mask: torch.Tensor | None = None,
-        states: LayerStates | None = None,
+        states: StateView | None = None,
+        logits_at: torch.Tensor | None = None,
     ) -> torch.Tensor | TokenLosses:
-        """Tokens, labels and loss mask are [b, s]; logits are [b, s, vocab] and need every vocabulary shard."""
+        """Tokens, labels and loss mask are [b, s]; logits are [b, s, vocab] and need every vocabulary shard.
+
+        With `states`, the tokens (row after row, see `StateView`) continue its rows. `logits_at` [n] numbers the
+        tokens of the flattened [b * s] whose logits are wanted, [1, n, vocab]; the head is not computed for others.
+        """
         stream = self._embed(tokens) if self.pre_process else self.input_tensor
         features = self.decoder(stream, packing, states)
         if not self.post_process:
             return features
-        logits = self._logits(self.decoder.final_norm(features))
+        logits = self._logits(self.decoder.final_norm(features), logits_at)
         if labels is None:
             full = tensor_parallel.gather_from_tensor_model_parallel_region(logits, group=self.tp_group)
             return full[..., : self.vocab_size].transpose(0, 1).contiguous()
@@ -131,9 +137,15 @@ class K3Model(LanguageModule):
             return embedded
         return embedded.transpose(0, 1).contiguous()
 
-    def _logits(self, features: torch.Tensor) -> torch.Tensor:
-        """[s / TP, b, h] to this rank's vocabulary shard [s, b, v / TP]; padded rows can never win."""
-        logits = self.output_layer(enter(features, self.config))[0]
+    def _logits(self, features: torch.Tensor, at: torch.Tensor | None = None) -> torch.Tensor:
+        """[s / TP, b, h] to this rank's vocabulary shard [s, b, v / TP] ([n, 1, v / TP] for the tokens `at`).
+
+        Padded rows can never win.
+        """
+        features = enter(features, self.config)
+        if at is not None:
+            features = features.transpose(0, 1).flatten(0, 1)[at].unsqueeze(1)
+        logits = self.output_layer(features)[0]
         if self.padded_rows:
             start = self.tp_group.rank() * logits.shape[-1]
             rows = torch.arange(start, start + logits.shape[-1], device=logits.device)

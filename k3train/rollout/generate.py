@@ -1,68 +1,239 @@
-"""Sampling from a model: prefill once, then one token at a time from KDA states and MLA latents."""
+"""Sampling from a model: prompts are prefilled packed, samples of a prompt share its states, rows come and go."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 
 import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
 
 from k3train.errors import UserError
-from k3train.model.block import LayerStates
 from k3train.model.model import K3Model
 from k3train.model.packing import Packing
+from k3train.model.state import PAGE_SIZE, SequenceStates
+from k3train.rollout.sampling import Choice, SamplingConfig, choose, stream
+
+MAX_ROWS = 32
+PREFILL_TOKENS = 2048
 
 
 @dataclass(frozen=True)
-class SamplingConfig:
-    """How the next token is chosen; temperature 0 takes the likeliest."""
+class Request:
+    """`samples` continuations of `prompt`, each until one of `stop` or `sampling.max_new_tokens`."""
 
-    max_new_tokens: int = 100
-    temperature: float = 1.0
-    top_p: float = 1.0
-    seed: int = 0
-
-    def check(self) -> None:
-        """Raise UserError for values that make no distribution."""
-        if self.max_new_tokens < 1:
-            raise UserError(f"--max-new-tokens {self.max_new_tokens} must be at least 1")
-        if self.temperature < 0:
-            raise UserError(f"--temperature {self.temperature} must be at least 0 (0 is greedy)")
-        if not 0 < self.top_p <= 1:
-            raise UserError(f"--top-p {self.top_p} must lie above 0 and up to 1")
+    prompt: tuple[int, ...]
+    sampling: SamplingConfig = field(default_factory=SamplingConfig)
+    stop: frozenset[int] = frozenset()
+    samples: int = 1
 
 
-def sample(logits: torch.Tensor, sampling: SamplingConfig, generator: torch.Generator) -> torch.Tensor:
-    """One token [b] per row of logits [b, vocab]."""
-    if sampling.temperature == 0:
-        return logits.argmax(dim=-1)
-    probs = torch.softmax(logits.double() / sampling.temperature, dim=-1)
-    if sampling.top_p < 1:
-        ordered, order = probs.sort(dim=-1, descending=True)
-        # A token stays while the likelier ones have not yet reached top_p; the likeliest always stays.
-        outside = ordered.cumsum(dim=-1) - ordered >= sampling.top_p
-        probs = torch.zeros_like(probs).scatter(1, order, ordered.masked_fill(outside, 0.0))
-    return torch.multinomial(probs.cpu(), 1, generator=generator).squeeze(1).to(logits.device)
+@dataclass(frozen=True)
+class Sampled:
+    """One new token. `finish` is "stop" (the token is one of the stop tokens) or "length" where it is the last."""
+
+    request: int
+    sample: int
+    token: int
+    logprob: float  # under the model: temperature 1, whole vocabulary, nats
+    sampling_logprob: float  # under the distribution it was drawn from
+    finish: str | None = None
 
 
-@torch.inference_mode()
-def generate(
-    model: K3Model, prompt: list[int], sampling: SamplingConfig, stop: frozenset[int], vocab_size: int
-) -> Iterator[int]:
-    """Yield new tokens below `vocab_size` after `prompt`, until one of `stop` (not yielded) or `max_new_tokens`.
+@dataclass
+class _Prefilled:
+    """A prompt whose samples have not all started: its row, and the logits [1, vocab] behind its last token."""
 
-    `vocab_size` is the tokenizer's; the model may have more rows.
+    request: int
+    row: int
+    logits: torch.Tensor
+    started: int = 0
+
+
+@dataclass
+class _Running:
+    """One sample that goes on."""
+
+    request: int
+    sample: int
+    row: int
+    generator: torch.Generator
+    token: int = -1
+    produced: int = 0
+
+
+@dataclass
+class BatchGenerator:
+    """Generates for any number of requests, at most `max_rows` samples at a time.
+
+    A finished sample makes room for the next at once (continuous batching). A prompt is prefilled once for all its
+    samples, at most `prefill_tokens` tokens a forward pass. Multi-token prediction takes no part.
+
+    Args:
+        model: in evaluation mode, with all layers on each rank (no pipeline).
+        vocab_size: ids from here on are never drawn (a tokenizer may have fewer than the model); None: the model's.
+        group: ranks that generate the same text together; the first one's draws count. None: the tensor-parallel
+            group.
     """
-    sampling.check()
-    device = next(model.parameters()).device
-    generator = torch.Generator().manual_seed(sampling.seed)
-    states: LayerStates = {}
-    tokens = torch.tensor([prompt], device=device)
-    for _ in range(sampling.max_new_tokens):
-        packing = Packing.whole_rows(1, tokens.shape[1], device)
-        logits = model(tokens, packing, states=states)[:, -1, :vocab_size].float()
-        tokens = sample(logits, sampling, generator).unsqueeze(1)
-        chosen = int(tokens)
-        if chosen in stop:
-            return
-        yield chosen
+
+    model: K3Model
+    vocab_size: int | None = None
+    max_rows: int = MAX_ROWS
+    prefill_tokens: int = PREFILL_TOKENS
+    page_size: int = PAGE_SIZE
+    group: dist.ProcessGroup | None = None
+    requests: list[Request] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        if self.max_rows < 1 or self.prefill_tokens < 1:
+            raise ValueError(f"max_rows={self.max_rows}, prefill_tokens={self.prefill_tokens}: both need at least 1.")
+        self.states = SequenceStates.of(self.model, self.page_size)
+        self.device = self.states.device
+        self.group = self.group or parallel_state.get_tensor_model_parallel_group()
+        self._waiting: deque[int] = deque()
+        self._prefilled: deque[_Prefilled] = deque()
+        self._running: list[_Running] = []
+        self._cancelled: set[tuple[int, int]] = set()
+
+    def submit(self, request: Request) -> int:
+        """Queue a request; returns its number.
+
+        Raises:
+            UserError: an empty prompt, a token outside the vocabulary, fewer than 1 sample, or a bad sampling value.
+        """
+        request.sampling.check()
+        if request.samples < 1:
+            raise UserError(f"--n {request.samples} must be at least 1 sample a prompt")
+        check_tokens(request.prompt, self.model.vocab_size, "the prompt")
+        self.requests.append(request)
+        self._waiting.append(len(self.requests) - 1)
+        return len(self.requests) - 1
+
+    def cancel(self, request: int, sample: int) -> None:
+        """End a sample here; what it has made stays made."""
+        self._cancelled.add((request, sample))
+
+    @property
+    def busy(self) -> bool:
+        """Whether anything is left to do."""
+        return bool(self._waiting or self._prefilled or self._running)
+
+    def run(self) -> Iterator[Sampled]:
+        """All tokens of all requests, as they come."""
+        while self.busy:
+            yield from self.step()
+
+    @torch.inference_mode()
+    def step(self) -> list[Sampled]:
+        """One more token of each running sample, then the first tokens of those that there is room for."""
+        self._drop_cancelled()
+        new: list[Sampled] = []
+        if self._running:
+            rows = [r.row for r in self._running]
+            logits = self._forward(rows, [[r.token] for r in self._running])
+            new += self._sample(self._running, logits)
+        while len(self._running) < self.max_rows and (self._prefilled or self._waiting):
+            if not self._prefilled:
+                self._prefill()
+            started, logits = self._start()
+            if started:
+                new += self._sample(started, logits)
+        return new
+
+    def _drop_cancelled(self) -> None:
+        going_on = [r for r in self._running if (r.request, r.sample) not in self._cancelled]
+        self.states.remove({r.row for r in self._running} - {r.row for r in going_on})
+        self._running = going_on
+
+    def _prefill(self) -> None:
+        """Compute the prompts of as many waiting requests as their samples find room."""
+        room, numbers = self.max_rows - len(self._running), []
+        while self._waiting and room > 0:
+            numbers.append(self._waiting.popleft())
+            room -= self.requests[numbers[-1]].samples
+        rows = self.states.add(len(numbers))
+        left = {row: deque(self.requests[number].prompt) for row, number in zip(rows, numbers)}
+        done: dict[int, torch.Tensor] = {}
+        while left:
+            budget, pieces = self.prefill_tokens, {}
+            for row, tokens in left.items():
+                if not budget:
+                    break
+                pieces[row] = [tokens.popleft() for _ in range(min(budget, len(tokens)))]
+                budget -= len(pieces[row])
+            logits = self._forward(list(pieces), list(pieces.values()))
+            for row, last in zip(pieces, logits.split(1)):
+                if not left[row]:
+                    done[row] = last.clone()
+                    del left[row]
+        self._prefilled += [_Prefilled(number, row, done[row]) for row, number in zip(rows, numbers)]
+
+    def _start(self) -> tuple[list[_Running], torch.Tensor]:
+        """Rows for the next samples of prefilled prompts; the last sample of a prompt takes the prompt's own row."""
+        room, started, logits = self.max_rows - len(self._running), [], []
+        while self._prefilled and len(started) < room:
+            prompt = self._prefilled[0]
+            request = self.requests[prompt.request]
+            count = min(room - len(started), request.samples - prompt.started)
+            last = prompt.started + count == request.samples
+            rows = self.states.fork(prompt.row, count - last) + [prompt.row] * last
+            for row in rows:
+                generator = stream(request.sampling.seed, request.prompt, prompt.started)
+                started.append(_Running(prompt.request, prompt.started, row, generator))
+                logits.append(prompt.logits)
+                prompt.started += 1
+            if last:
+                self._prefilled.popleft()
+        return started, torch.cat(logits)
+
+    def _sample(self, running: list[_Running], logits: torch.Tensor) -> list[Sampled]:
+        """Draw one token for each of `running`, and keep those that go on."""
+        samplings = [self.requests[r.request].sampling for r in running]
+        choice = choose(logits, samplings, [r.generator for r in running], self.vocab_size)
+        new, going_on = [], []
+        for r, token, logprob, drawn in zip(running, *self._agree(choice)):
+            request = self.requests[r.request]
+            r.token, r.produced = int(token), r.produced + 1
+            finish = "stop" if r.token in request.stop else None
+            if finish is None and r.produced >= request.sampling.max_new_tokens:
+                finish = "length"
+            new.append(Sampled(r.request, r.sample, r.token, logprob, drawn, finish))
+            if finish is None:
+                going_on.append(r)
+            else:
+                self.states.remove([r.row])
+        if running is self._running:
+            self._running = going_on
+        else:
+            self._running += going_on
+        return new
+
+    def _agree(self, choice: Choice) -> list[list[float]]:
+        """Tokens and log-probabilities as the first rank of the group drew them: rounding differs between ranks."""
+        values = torch.stack([choice.tokens.double(), choice.logprob, choice.sampling_logprob])
+        if self.group.size() > 1:
+            dist.broadcast(values, dist.get_global_rank(self.group, 0), group=self.group)
+        return values.tolist()
+
+    def _forward(self, rows: Sequence[int], tokens: Sequence[Sequence[int]]) -> torch.Tensor:
+        """Logits [rows, vocab] behind the last of each row's new tokens, in fp32."""
+        flat = [token for piece in tokens for token in piece]
+        filler = -len(flat) % self.model.config.tensor_model_parallel_size  # sequence parallelism cuts the tokens
+        view = self.states.extend(rows, [len(piece) for piece in tokens])
+        ids = torch.tensor([flat + [0] * filler], device=self.device)
+        packing = Packing.whole_rows(1, ids.shape[1], self.device)
+        if filler:
+            packing.padding = torch.arange(ids.shape[1], device=self.device).unsqueeze(0) >= len(flat)
+        return self.model(ids, packing, states=view, logits_at=view.cu_seqlens[1:] - 1)[0].float()
+
+
+def check_tokens(tokens: Sequence[int], vocab_size: int, source: str) -> None:
+    """Raise UserError where there are no tokens, or one lies outside the vocabulary."""
+    if len(tokens) == 0:
+        raise UserError(f"{source} holds no tokens; give at least one")
+    low, high = min(tokens), max(tokens)
+    if low < 0 or high >= vocab_size:
+        outside = low if low < 0 else high
+        raise UserError(f"{source} has token {outside}, outside the model's vocabulary (0 to {vocab_size - 1})")

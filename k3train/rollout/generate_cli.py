@@ -1,36 +1,185 @@
-"""`k3train generate`: continue a prompt from a checkpoint."""
+"""`k3train generate`: continue prompts from a checkpoint, as text that streams or as JSON lines."""
 
 from __future__ import annotations
 
 import argparse
+import json
 import sys
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
 
-import torch
+import torch.distributed as dist
 
-from k3train.data.tokenizer import StreamDecoder
-from k3train.rollout.generate import SamplingConfig, generate
-from k3train.rollout.restore import check_tokens, restore
+from k3train.data.tokenizer import Tokenizer
+from k3train.errors import UserError
+from k3train.rollout.generate import BatchGenerator, Request, check_tokens
+from k3train.rollout.restore import restore
+from k3train.rollout.sampling import SamplingConfig
+from k3train.rollout.text import TextStream
+
+
+@dataclass
+class Result:
+    """One sample: where it belongs, what has come of it, and how it ended."""
+
+    prompt_index: int
+    sample: int
+    prompt: str
+    prompt_tokens: list[int]
+    text: str = ""
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    sampling_logprobs: list[float] = field(default_factory=list)
+    finish_reason: str | None = None  # stop_token | stop_string | length
+
+
+def read_prompts(given: list[str] | None, file: str | None) -> list[str]:
+    """The prompts of `--prompt` and then those of `--prompts FILE`.
+
+    Raises:
+        UserError: none at all, an empty one, or a file or line that cannot be read.
+    """
+    prompts = list(given or [])
+    if file is not None:
+        prompts += list(_file_prompts(Path(file)))
+    if not prompts:
+        raise UserError("generate needs at least one prompt: --prompt TEXT, or --prompts FILE with one a line")
+    for number, prompt in enumerate(prompts, start=1):
+        if not prompt:
+            raise UserError(f"prompt {number} of {len(prompts)} is empty; give at least one character")
+    return prompts
+
+
+def _file_prompts(path: Path) -> Iterator[str]:
+    if path.suffix not in (".txt", ".jsonl"):
+        raise UserError(f"--prompts {path} ends in neither .txt (a prompt a line) nor .jsonl (an object a line)")
+    try:
+        lines = path.read_text(encoding="utf-8").split("\n")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"--prompts {path} cannot be read ({error})") from error
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        if path.suffix == ".txt":
+            yield line.removesuffix("\r")
+            continue
+        try:
+            found = json.loads(line)
+        except ValueError as error:
+            raise UserError(f"--prompts {path} line {number} is not JSON ({error})") from error
+        if not isinstance(found, dict) or not isinstance(found.get("prompt"), str):
+            raise UserError(f'--prompts {path} line {number} has no text under "prompt", as in {{"prompt": "def "}}')
+        yield found["prompt"]
+
+
+class Printer:
+    """Writes samples to standard output in their order: the first unfinished one as it grows, later ones after it."""
+
+    def __init__(self, results: list[Result], as_json: bool, samples: int) -> None:
+        self.results, self.as_json, self.samples = deque(results), as_json, samples
+        self.prompts = results[-1].prompt_index + 1
+        self.written: int | None = None
+
+    def update(self) -> None:
+        """Write what can be written now."""
+        while self.results:
+            result = self.results[0]
+            if self.as_json:
+                if result.finish_reason is None:
+                    return
+                print(json.dumps(vars(result), ensure_ascii=False), flush=True)
+            else:
+                self._stream(result)
+                if result.finish_reason is None:
+                    return
+                print(flush=True)
+            self.results.popleft()
+            self.written = None
+
+    def _stream(self, result: Result) -> None:
+        if self.written is None:
+            if self.prompts * self.samples > 1:
+                print(f"--- prompt {result.prompt_index + 1}/{self.prompts}, sample {result.sample + 1}/{self.samples}")
+            sys.stdout.write(result.prompt)
+            self.written = 0
+        sys.stdout.write(result.text[self.written :])
+        sys.stdout.flush()
+        self.written = len(result.text)
+
+
+def generate_texts(
+    generator: BatchGenerator,
+    tokenizer: Tokenizer,
+    prompts: list[str],
+    request: dict[str, Any],
+    stop_strings: list[str],
+) -> Iterator[tuple[list[Result], Result]]:
+    """Generate for all prompts; yields all results and the one that changed, first once with an unchanged one.
+
+    `request` holds the fields of `Request` but for the prompt.
+    """
+    results: dict[tuple[int, int], Result] = {}
+    for index, prompt in enumerate(prompts):
+        tokens = tokenizer.encode(prompt)
+        check_tokens(tokens, generator.model.vocab_size, f"prompt {index + 1}")
+        number = generator.submit(Request(tuple(tokens), **request))
+        for sample in range(request["samples"]):
+            results[number, sample] = Result(index, sample, prompt, tokens)
+    streams = {key: TextStream(tokenizer, stop_strings) for key in results}
+    everything = list(results.values())
+    yield everything, everything[0]
+    for new in generator.run():
+        key = new.request, new.sample
+        result, stream = results[key], streams[key]
+        if stream.stopped:
+            continue
+        result.tokens.append(new.token)
+        result.logprobs.append(new.logprob)
+        result.sampling_logprobs.append(new.sampling_logprob)
+        if new.finish != "stop":
+            result.text += stream.push(new.token)
+        if new.finish is not None and not stream.stopped:
+            result.text += stream.finish()
+            result.finish_reason = "length" if new.finish == "length" else "stop_token"
+        if stream.stopped:
+            result.finish_reason = "stop_string"
+            generator.cancel(*key)
+        yield everything, result
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the prompt and, as they come, the new tokens; returns the exit code."""
+    """Write the continuations to standard output; returns the exit code."""
     sampling = SamplingConfig(
         max_new_tokens=args.max_new_tokens,
         temperature=0.0 if args.greedy else args.temperature,
         top_p=args.top_p,
+        top_k=args.top_k,
         seed=args.seed,
     )
     sampling.check()
-    restored = restore(args.checkpoint)
+    for name, value in (("--n", args.n), ("--batch-size", args.batch_size)):
+        if value < 1:
+            raise UserError(f"{name} {value} must be at least 1")
+    stop_strings = args.stop or []
+    if "" in stop_strings:
+        raise UserError("--stop '' would end every text at once; give at least one character")
+    prompts = read_prompts(args.prompt, args.prompts)
+    restored = restore(args.checkpoint, layout=args.layout, command="generate")
     tokenizer = restored.tokenizer()
-    # A document starts where the one before it ended, so an empty prompt is the end-of-document token alone.
-    prompt = tokenizer.encode(args.prompt) or [tokenizer.eod]
-    check_tokens(torch.tensor(prompt), restored.config.model.vocab_size, "--prompt")
-    decoder = StreamDecoder(tokenizer)
-    sys.stdout.write(args.prompt)
-    stop = frozenset({tokenizer.eod})
-    for token in generate(restored.model, prompt, sampling, stop, tokenizer.vocab_size):
-        sys.stdout.write(decoder.push(token))
-        sys.stdout.flush()
-    sys.stdout.write(decoder.finish() + "\n")
+    stop = frozenset() if args.ignore_eos else frozenset({tokenizer.eod})
+    generator = BatchGenerator(
+        restored.model,
+        min(tokenizer.vocab_size, restored.model.vocab_size),
+        max_rows=args.batch_size,
+        group=dist.group.WORLD,  # experts are reached in step, so all ranks generate the same
+    )
+    request = {"sampling": sampling, "stop": stop, "samples": args.n}
+    printer: Printer | None = None
+    for results, _ in generate_texts(generator, tokenizer, prompts, request, stop_strings):
+        if restored.rank == 0:
+            printer = printer or Printer(results, args.json, args.n)
+            printer.update()
     return 0

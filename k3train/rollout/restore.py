@@ -1,8 +1,9 @@
-"""A model ready to read and write text, from a checkpoint of any layout, on one rank."""
+"""A model ready to read and write text, from a checkpoint of any layout, on one rank or on several."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,11 +12,14 @@ import torch
 from k3train import platform
 from k3train.checkpoint import directory, store
 from k3train.config.load import recipe_from_dict
+from k3train.config.rules_parallel import check_parallel, data_parallel_size, least_world_size
 from k3train.config.schema import ParallelConfig, RecipeConfig
 from k3train.data.tokenizer import Tokenizer, load_tokenizer
 from k3train.errors import UserError
 from k3train.model.build import build_chunks, start_model_parallel
 from k3train.model.model import K3Model
+
+LAYOUT_KEYS = ("tensor", "expert", "expert_tensor")
 
 
 @dataclass
@@ -26,6 +30,7 @@ class Restored:
     config: RecipeConfig
     path: Path
     device: torch.device
+    rank: int = 0
 
     def tokenizer(self) -> Tokenizer:
         """The tokenizer saved with the checkpoint, or the recipe's where there is none."""
@@ -33,30 +38,68 @@ class Restored:
         return load_tokenizer(saved if saved.is_dir() else self.config.data.tokenizer)
 
 
-def restore(checkpoint: str | Path, device: str = "auto") -> Restored:
-    """Load the weights of a checkpoint (or of the newest one of a run) on this rank alone.
+def read_layout(words: Sequence[str]) -> ParallelConfig:
+    """`parallel.tensor=2`-like words as a layout; the sizes not given are 1.
 
     Raises:
-        UserError: it is no checkpoint, is damaged, or several ranks were started.
+        UserError: another key, or no positive whole number.
     """
-    if int(os.environ.get("WORLD_SIZE", 1)) > 1:
-        raise UserError(f"WORLD_SIZE={os.environ['WORLD_SIZE']}, but this command runs on one rank; start it directly")
+    parallel = ParallelConfig()
+    for word in words:
+        key, _, value = word.partition("=")
+        name = key.removeprefix("parallel.")
+        if not key.startswith("parallel.") or name not in LAYOUT_KEYS:
+            allowed = ", ".join(f"parallel.{k}=N" for k in LAYOUT_KEYS)
+            raise UserError(
+                f"{word} is not a layout that text is generated or scored in; allowed: {allowed} (a checkpoint of any "
+                "pipeline can be read)"
+            )
+        if not value.isdecimal() or int(value) < 1:
+            raise UserError(f"{word} must be a whole number of at least 1, as in {key}=2")
+        setattr(parallel, name, int(value))
+    return parallel
+
+
+def _check_layout(config: RecipeConfig, command: str) -> None:
+    """Refuse a layout that does not fit the model or the ranks that are there."""
+    parallel, world_size = config.parallel, int(os.environ.get("WORLD_SIZE", 1))
+    needed = least_world_size(parallel)
+    if world_size != needed:
+        sizes = ", ".join(f"parallel.{k}={getattr(parallel, k)}" for k in LAYOUT_KEYS[:2])
+        cure = f"`torchrun --nproc-per-node {needed} -m k3train {command} ...`" if needed > 1 else "it without torchrun"
+        raise UserError(
+            f"{sizes} is a layout of {needed} rank{'s' * (needed > 1)}, but {world_size} "
+            f"{'were' if world_size > 1 else 'was'} started; start {cure}, or give another layout"
+        )
+    # Batch and length are training's; these fit every layout.
+    config.train.seq_length, config.train.micro_batch_size = parallel.tensor, 1
+    config.train.global_batch_size = data_parallel_size(parallel, world_size)
+    check_parallel(config, world_size)
+
+
+def restore(
+    checkpoint: str | Path, device: str = "auto", layout: Sequence[str] = (), command: str = "generate"
+) -> Restored:
+    """Load the weights of a checkpoint (or of the newest one of a run), without its multi-token prediction layer.
+
+    Args:
+        checkpoint: a checkpoint or run directory.
+        device: auto, cpu or cuda.
+        layout: words like `parallel.tensor=2`, for as many ranks as were started.
+        command: the verb, for messages.
+
+    Raises:
+        UserError: it is no checkpoint, is damaged, or the layout does not fit the model or the ranks.
+    """
+    parallel = read_layout(layout)
     path = directory.resolve(checkpoint)
     config = recipe_from_dict(directory.read_marker(path)["config"])
-    config.parallel = ParallelConfig()
+    config.parallel = parallel
     config.model.kda.backend = "auto"  # where the weights were trained says nothing about where they are read
-    here = platform.start(device, os.cpu_count())
+    config.model.mtp.num_layers = 0
+    _check_layout(config, command)
+    here = platform.start(device, os.cpu_count() if least_world_size(parallel) == 1 else None)
     start_model_parallel(config.parallel)
     (model,), _ = build_chunks(config, here.device, init=False)
     store.load_model(path, [model])
-    return Restored(model.eval(), config, path, here.device)
-
-
-def check_tokens(tokens: torch.Tensor, vocab_size: int, source: str) -> None:
-    """Raise UserError where a token lies outside the vocabulary."""
-    if tokens.numel() == 0:
-        raise UserError(f"{source} holds no tokens; give at least one")
-    low, high = int(tokens.min()), int(tokens.max())
-    if low < 0 or high >= vocab_size:
-        outside = low if low < 0 else high
-        raise UserError(f"{source} has token {outside}, outside the model's vocabulary (0 to {vocab_size - 1})")
+    return Restored(model.eval(), config, path, here.device, here.rank)

@@ -10,8 +10,12 @@ import numpy as np
 import torch
 
 from k3train.errors import UserError
+from k3train.model.model import K3Model
 from k3train.model.packing import Packing
-from k3train.rollout.restore import check_tokens, restore
+from k3train.rollout.generate import check_tokens
+from k3train.rollout.restore import restore
+
+POSITIONS_AT_A_TIME = 256
 
 
 def read_tokens(path: Path) -> torch.Tensor:
@@ -33,21 +37,37 @@ def read_tokens(path: Path) -> torch.Tensor:
 
 
 @torch.inference_mode()
+def score_row(model: K3Model, row: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log-probabilities [s - 1] (fp64, nats) of the tokens 1.. of `row` [s] given those before, and its logits.
+
+    Logits are [s, vocab] in fp32. The softmax is taken in fp64, a few positions at a time.
+    """
+    length, ranks = len(row), model.config.tensor_model_parallel_size
+    filler = -length % ranks  # sequence parallelism cuts the tokens; behind the row it changes nothing
+    tokens = torch.nn.functional.pad(row, (0, filler))
+    wanted = torch.arange(length, device=row.device)
+    logits = model(tokens[None], Packing.whole_rows(1, len(tokens), row.device), logits_at=wanted)[0].float()
+    scored = zip(logits[:-1].split(POSITIONS_AT_A_TIME), row[1:].split(POSITIONS_AT_A_TIME))
+    parts = [torch.log_softmax(some.double(), dim=-1).gather(1, ids[:, None]).squeeze(1) for some, ids in scored]
+    return torch.cat(parts), logits
+
+
 def run(args: argparse.Namespace) -> int:
     """Write `log_probs` [b, s - 1] (of tokens 1.. given those before, nats), `loss`, and `logits` where asked."""
     out = Path(args.out)
     if not out.parent.is_dir():
         raise UserError(f"--out {out}: the folder {out.parent} does not exist; create it")
     tokens = read_tokens(Path(args.tokens))
-    restored = restore(args.checkpoint)
-    check_tokens(tokens, restored.config.model.vocab_size, f"--tokens {args.tokens}")
+    restored = restore(args.checkpoint, layout=args.layout, command="score")
+    check_tokens(tokens.flatten().tolist(), restored.config.model.vocab_size, f"--tokens {args.tokens}")
     rows, logits_rows = [], []
     for row in tokens.to(restored.device):
-        logits = restored.model(row[None], Packing.whole_rows(1, len(row), restored.device))[0].float()
-        log_probs = torch.log_softmax(logits[:-1].double(), dim=-1).gather(1, row[1:, None])
-        rows.append(log_probs.squeeze(1).cpu().numpy())
+        log_probs, logits = score_row(restored.model, row)
+        rows.append(log_probs.cpu().numpy())
         if args.logits:
             logits_rows.append(logits.cpu().numpy())
+    if restored.rank != 0:
+        return 0
     scored = np.stack(rows)
     arrays = {"log_probs": scored, "loss": np.float64(-scored.mean())}
     if args.logits:
