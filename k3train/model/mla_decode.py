@@ -40,6 +40,11 @@ def attend_after(
     return out.view(batch, length, heads, -1).transpose(1, 2)
 
 
+def _wide(x: torch.Tensor) -> torch.Tensor:
+    """At least fp32."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
 def _mixed(layer: GatedMLA, q: torch.Tensor, state: MLAView) -> torch.Tensor:
     """[tokens, heads, v_head_dim] where some rows get several tokens: these row by row, single tokens together."""
     view = state.view
@@ -64,7 +69,7 @@ def _expanded(layer: GatedMLA, q: torch.Tensor, cached: torch.Tensor) -> torch.T
     k, v = layer._keys_values(latent, shared)
     q = q.transpose(0, 1).unsqueeze(0)
     if q.device.type == "cpu":
-        q, k, v = q.float(), k.float(), v.float()
+        q, k, v = _wide(q), _wide(k), _wide(v)
     queries, keys = q.shape[2], k.shape[2]
     scale = layer.qk_dim**-0.5
     if queries == keys:
@@ -92,12 +97,12 @@ def _absorbed(
     weight = layer.kv_b_proj.weight.unflatten(0, (layer.local_heads, sum(dims)))
     cached = state.read(rows, longest)
     if q.device.type == "cpu":
-        q, weight, cached = q.float(), weight.float(), cached.float()
+        q, weight, cached = _wide(q), _wide(weight), _wide(cached)
     to_key, to_value = weight.split(dims, dim=1)
     own, shared = q.split([mla.qk_nope_head_dim, mla.qk_rope_head_dim], dim=-1)
     folded = torch.bmm(own.transpose(0, 1), to_key).transpose(0, 1)
     query = torch.cat([folded, shared], dim=-1)
-    scores = torch.bmm(query, cached.transpose(1, 2)).float() * layer.qk_dim**-0.5
+    scores = _wide(torch.bmm(query, cached.transpose(1, 2))) * layer.qk_dim**-0.5
     beyond = torch.arange(longest, device=q.device) >= lengths.unsqueeze(1)
     weights = torch.softmax(scores.masked_fill(beyond.unsqueeze(1), float("-inf")), dim=-1)
     # Beyond a row's length the pages hold whatever was there; a weight of 0 would still make NaN of an infinity.

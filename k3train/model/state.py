@@ -86,8 +86,10 @@ class SequenceStates:
         layers: Iterable[int],
         device: torch.device | str = "cpu",
         page_size: int = PAGE_SIZE,
+        dtype: torch.dtype | None = None,
     ) -> None:
         self.page_size = page_size
+        self.dtype = dtype or config.params_dtype
         self.device = torch.device(device)
         self.pool = PagePool()
         self.tokens: dict[int, int] = {}  # of every row, how many it holds
@@ -100,17 +102,19 @@ class SequenceStates:
     @staticmethod
     def of(model: torch.nn.Module, page_size: int = PAGE_SIZE) -> SequenceStates:
         """States for a whole `K3Model`."""
-        device = next(model.parameters()).device
-        return SequenceStates(model.config, map(int, model.decoder.layers.keys()), device, page_size)
+        weight = model.embedding.weight
+        layers = map(int, model.decoder.layers.keys())
+        return SequenceStates(model.config, layers, weight.device, page_size, weight.dtype)
 
     def _empty(self, config: K3TransformerConfig, index: int) -> KDABuffers | MLACache:
-        dtype, ranks, mla, kda = config.params_dtype, config.tensor_model_parallel_size, config.k3.mla, config.k3.kda
+        dtype, ranks, mla, kda = self.dtype, config.tensor_model_parallel_size, config.k3.mla, config.k3.kda
         if config.k3.is_full_attention(index):
             width = mla.kv_lora_rank + mla.qk_rope_head_dim
             return MLACache(torch.zeros(0, self.page_size, width, dtype=dtype, device=self.device))
         heads = kda.num_heads // ranks
         conv = torch.zeros(0, 3 * heads * kda.head_dim, kda.conv_size - 1, dtype=dtype, device=self.device)
-        memory = torch.zeros(0, heads, kda.head_dim, kda.head_dim, dtype=torch.float32, device=self.device)
+        wide = torch.promote_types(dtype, torch.float32)
+        memory = torch.zeros(0, heads, kda.head_dim, kda.head_dim, dtype=wide, device=self.device)
         return KDABuffers(conv, memory)
 
     def add(self, count: int = 1) -> list[int]:

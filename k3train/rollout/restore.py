@@ -98,7 +98,8 @@ def restore(
     config.model.kda.backend = "auto"  # where the weights were trained says nothing about where they are read
     config.model.mtp.num_layers = 0
     _check_layout(config, command)
-    here = platform.start(device, os.cpu_count() if least_world_size(parallel) == 1 else None)
+    # torch's own number of threads: all cores, or what OMP_NUM_THREADS says.
+    here = platform.start(device, torch.get_num_threads() if least_world_size(parallel) == 1 else None)
     start_model_parallel(config.parallel)
     (model,), _ = build_chunks(config, here.device, init=False)
     store.load_model(path, [model])
