@@ -55,8 +55,13 @@ class LatentExperts(MegatronModule):
             out = torch.nn.functional.grouped_mm(self._activate(fused, weights), self.w2.transpose(1, 2), offs=offsets)
         else:
             counts = tokens_per_expert.tolist()
-            rows = zip(dispatched.split(counts), weights.split(counts), w13.unbind(0), self.w2.unbind(0))
-            out = torch.cat([self._activate(x @ a.t(), p) @ b.t() for x, p, a, b in rows])
+            # Training visits idle experts as well, so that the weights have a gradient whatever was routed.
+            idle_too = torch.is_grad_enabled() or not any(counts)
+            experts = [e for e, count in enumerate(counts) if count or idle_too]
+            sizes, into, back = [counts[e] for e in experts], w13.unbind(0), self.w2.unbind(0)
+            fused = torch.cat([x @ into[e].t() for x, e in zip(dispatched.split(sizes), experts)])
+            hidden = self._activate(fused, weights).split(sizes)
+            out = torch.cat([h @ back[e].t() for h, e in zip(hidden, experts)])
         if self.weights_after_w2:
             out = (out.float() * weights.unsqueeze(-1)).to(out.dtype)
         return out, None
