@@ -132,6 +132,8 @@ def _run_verb(verb: str, argv: list[str]) -> int:
     parser = _Parser(prog=f"k3train {verb}", description=what)
     add_arguments(parser)
     arguments = parser.parse_intermixed_args(argv)
+    if getattr(arguments, "layout", None):
+        place()  # ranks that srun started read theirs from Slurm's variables
     return importlib.import_module(module).run(arguments)
 
 

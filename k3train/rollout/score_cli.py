@@ -12,9 +12,11 @@ import torch
 from k3train.errors import UserError
 from k3train.model.model import K3Model
 from k3train.model.packing import Packing
+from k3train.model.state import SequenceStates
 from k3train.rollout.generate import check_tokens
 from k3train.rollout.restore import restore
 
+TOKENS_AT_A_TIME = 8192
 POSITIONS_AT_A_TIME = 256
 
 
@@ -37,19 +39,30 @@ def read_tokens(path: Path) -> torch.Tensor:
 
 
 @torch.inference_mode()
-def score_row(model: K3Model, row: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Log-probabilities [s - 1] (fp64, nats) of the tokens 1.. of `row` [s] given those before, and its logits.
+def score_row(model: K3Model, row: torch.Tensor, keep_logits: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Log-probabilities [s - 1] (fp64, nats) of the tokens 1.. of `row` [s] given those before; and [s, vocab] logits.
 
-    Logits are [s, vocab] in fp32. The softmax is taken in fp64, a few positions at a time.
+    A row longer than TOKENS_AT_A_TIME is read in pieces with decoding states, so that its length costs little memory;
+    a shorter one goes through the forward pass of training. The softmax is taken in fp64, a few positions at a time.
     """
-    length, ranks = len(row), model.config.tensor_model_parallel_size
-    filler = -length % ranks  # sequence parallelism cuts the tokens; behind the row it changes nothing
-    tokens = torch.nn.functional.pad(row, (0, filler))
-    wanted = torch.arange(length, device=row.device)
-    logits = model(tokens[None], Packing.whole_rows(1, len(tokens), row.device), logits_at=wanted)[0].float()
-    scored = zip(logits[:-1].split(POSITIONS_AT_A_TIME), row[1:].split(POSITIONS_AT_A_TIME))
-    parts = [torch.log_softmax(some.double(), dim=-1).gather(1, ids[:, None]).squeeze(1) for some, ids in scored]
-    return torch.cat(parts), logits
+    states = SequenceStates.of(model) if len(row) > TOKENS_AT_A_TIME else None
+    rows = states.add() if states else []
+    log_probs, kept = [], []
+    for start in range(0, len(row), TOKENS_AT_A_TIME):
+        tokens = row[start : start + TOKENS_AT_A_TIME]
+        length = len(tokens)
+        # Sequence parallelism cuts the tokens; filler behind them changes nothing.
+        tokens = torch.nn.functional.pad(tokens, (0, -length % model.config.tensor_model_parallel_size))
+        view = states.extend(rows, [length]) if states else None
+        packing, wanted = Packing.whole_rows(1, len(tokens), row.device), torch.arange(length, device=row.device)
+        logits = model(tokens[None], packing, states=view, logits_at=wanted)[0].float()
+        following = row[start + 1 : start + 1 + length]
+        for some, ids in zip(logits.split(POSITIONS_AT_A_TIME), following.split(POSITIONS_AT_A_TIME)):
+            logged = torch.log_softmax(some[: len(ids)].double(), dim=-1)
+            log_probs.append(logged.gather(1, ids[:, None]).squeeze(1))
+        if keep_logits:
+            kept.append(logits)
+    return torch.cat(log_probs), torch.cat(kept) if keep_logits else None
 
 
 def run(args: argparse.Namespace) -> int:
@@ -62,7 +75,7 @@ def run(args: argparse.Namespace) -> int:
     check_tokens(tokens.flatten().tolist(), restored.config.model.vocab_size, f"--tokens {args.tokens}")
     rows, logits_rows = [], []
     for row in tokens.to(restored.device):
-        log_probs, logits = score_row(restored.model, row)
+        log_probs, logits = score_row(restored.model, row, args.logits)
         rows.append(log_probs.cpu().numpy())
         if args.logits:
             logits_rows.append(logits.cpu().numpy())

@@ -281,6 +281,22 @@ def test_bad_input_gets_one_sentence(
     assert captured.out == ""
 
 
+@pytest.mark.parametrize("at_a_time", [5, 7, 24])
+def test_a_long_row_is_scored_in_pieces(
+    model: torch.nn.Module, monkeypatch: pytest.MonkeyPatch, at_a_time: int
+) -> None:
+    from k3train.rollout import score_cli
+
+    row = torch.tensor(prompt(25))
+    expected, expected_logits = score_cli.score_row(model, row, True)
+    monkeypatch.setattr(score_cli, "TOKENS_AT_A_TIME", at_a_time)
+    monkeypatch.setattr(score_cli, "POSITIONS_AT_A_TIME", 3)
+    found, logits = score_cli.score_row(model, row, True)
+    assert len(found) == 24
+    torch.testing.assert_close(found, expected, atol=1e-4, rtol=0)
+    torch.testing.assert_close(logits, expected_logits, atol=1e-4, rtol=0)
+
+
 def test_no_prompt_at_all(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["generate", "--checkpoint", str(checkpoint)]) == 2
     assert "--prompt TEXT" in capsys.readouterr().err
