@@ -97,6 +97,9 @@ class ModelConfig:
     tie_word_embeddings: bool = False
     # Rows of the embedding are padded to a multiple of this times TP; padded rows never receive probability.
     vocab_padding_multiple: int = 1
+    # auto | reference: every operation in plain PyTorch and in the published code's order, KDA token by token.
+    # Slow and hungry; for comparing numbers with the published code (docs/parity.md).
+    kernels: str = "auto"
     kda: KDAConfig = field(default_factory=KDAConfig)
     mla: MLAConfig = field(default_factory=MLAConfig)
     attention_residual: AttentionResidualConfig = field(default_factory=AttentionResidualConfig)
@@ -106,6 +109,10 @@ class ModelConfig:
     def is_full_attention(self, layer: int) -> bool:
         """Whether the 0-indexed decoder layer uses Gated MLA rather than KDA."""
         return layer + 1 in self.full_attention_layers
+
+    def kda_backend(self) -> str:
+        """The KDA backend asked for: `kda.backend`, or "naive" where `kernels` asks for reference forms."""
+        return "naive" if self.kernels == "reference" else self.kda.backend
 
     def is_moe(self, layer: int) -> bool:
         """Whether the 0-indexed decoder layer has a mixture of experts rather than a dense FFN."""

@@ -7,6 +7,7 @@ from k3train.config.schema import RecipeConfig
 
 CHOICES = {
     "model.activation": ("situ", "swiglu"),
+    "model.kernels": ("auto", "reference"),
     "model.kda.gate": ("floored", "softplus"),
     "model.kda.output_gate": ("full", "low_rank"),
     "model.kda.backend": ("auto", "chunk", "naive", "fla"),
@@ -69,6 +70,14 @@ def check_model(config: RecipeConfig) -> None:
             "is not supported: K3 has a separate head",
             "false",
             "model.tie_word_embeddings=false",
+        )
+    if config.model.kernels == "reference" and config.model.kda.backend not in ("auto", "naive"):
+        raise refuse(
+            config,
+            "model.kda.backend",
+            "is not what model.kernels=reference runs",
+            "auto, naive",
+            "model.kda.backend=auto",
         )
     _check_full_attention_layers(config)
     _check_decay(config)

@@ -25,4 +25,4 @@ class AttentionResidual(MegatronModule):
 
     def forward(self, sources: list[torch.Tensor]) -> torch.Tensor:
         """Sources [s / TP, b, h] each; returns their mixture. A single source passes through unchanged."""
-        return mix(sources, self.query, self.norm, self.eps)
+        return mix(sources, self.query, self.norm, self.eps, backend=self.config.k3.kernels)

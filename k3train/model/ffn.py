@@ -16,8 +16,8 @@ from k3train.parallel.regions import column_parallel, enter, row_parallel
 def gated_activation(model: ModelConfig, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     """SiTU-GLU (K3) or SwiGLU (Kimi Linear), computed in fp32."""
     if model.activation == "situ":
-        return situ_glu(gate, up, model.situ_beta, model.situ_linear_beta)
-    return swiglu(gate, up)
+        return situ_glu(gate, up, model.situ_beta, model.situ_linear_beta, backend=model.kernels)
+    return swiglu(gate, up, backend=model.kernels)
 
 
 class GatedFFN(MegatronModule):

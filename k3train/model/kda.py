@@ -34,6 +34,7 @@ class KimiDeltaAttention(MegatronModule):
         kda = config.k3.kda
         tensor_parallel = config.tensor_model_parallel_size
         self.kda = kda
+        self.kernels, self.backend = config.k3.kernels, config.k3.kda_backend()
         self.local_heads = kda.num_heads // tensor_parallel
         width, hidden = kda.num_heads * kda.head_dim, config.hidden_size
         self.q_proj = column_parallel(config, hidden, width)
@@ -81,12 +82,15 @@ class KimiDeltaAttention(MegatronModule):
         if state is None:
             cu_seqlens = packing.cu_seqlens
             flat = {n: self._flat(t) for n, t in (("decay", decay), ("beta", beta))}
-            mixed = {n: short_conv(self._flat(t), w, cu_seqlens=cu_seqlens)[0] for n, (t, w) in conv.items()}
+            mixed = {
+                n: short_conv(self._flat(t), w, cu_seqlens=cu_seqlens, backend=self.kernels)[0]
+                for n, (t, w) in conv.items()
+            }
             out, _ = self._attend(mixed, flat["decay"], flat["beta"], cu_seqlens=cu_seqlens)
         else:
             out = kda_decode.attend_after(self, (q, k, v), decay, beta, state)
         out = out.reshape(batch, length, self.local_heads, self.kda.head_dim)
-        out = gated_rms_norm(out, self._heads(gate), self.o_norm, self.config.layernorm_epsilon)
+        out = gated_rms_norm(out, self._heads(gate), self.o_norm, self.config.layernorm_epsilon, backend=self.kernels)
         return self.o_proj(out.flatten(2).transpose(0, 1).contiguous())[0]
 
     def _attend(
@@ -95,7 +99,7 @@ class KimiDeltaAttention(MegatronModule):
         q, k, v = (self._heads(mixed[n]) for n in ("q", "k", "v"))
         settings = {"gate": self.kda.gate, "lower_bound": self.kda.gate_lower_bound}
         return kda_attention(
-            q, k, v, self._heads(decay), beta, self.A_log, self.dt_bias, backend=self.kda.backend, **settings, **kwargs
+            q, k, v, self._heads(decay), beta, self.A_log, self.dt_bias, backend=self.backend, **settings, **kwargs
         )
 
     def _heads(self, x: torch.Tensor) -> torch.Tensor:

@@ -95,7 +95,8 @@ def restore(
     path = directory.resolve(checkpoint)
     config = recipe_from_dict(directory.read_marker(path)["config"])
     config.parallel = parallel
-    config.model.kda.backend = "auto"  # where the weights were trained says nothing about where they are read
+    # Where the weights were trained says nothing about where they are read.
+    config.model.kda.backend = config.model.kernels = "auto"
     config.model.mtp.num_layers = 0
     _check_layout(config, command)
     # torch's own number of threads: all cores, or what OMP_NUM_THREADS says.

@@ -108,7 +108,8 @@ def paths_taken(config: RecipeConfig, here: Platform) -> dict[str, str]:
     probe = probe.to(here.device)
     paths = {
         "platform": f"{here.kind}+{here.backend}",
-        "kda": resolve_backend(model.kda.backend, here.device),
+        "kernels": model.kernels,
+        "kda": resolve_backend(model.kda_backend(), here.device),
         "attention": "torch sdpa, fp32" if here.kind == "cpu" else f"torch sdpa, output in {config.train.precision}",
         "linear": resolve_linear(config.parallel.linear, here.kind),
     }

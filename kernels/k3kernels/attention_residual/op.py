@@ -10,6 +10,9 @@ import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
 
+from k3kernels.attention_residual.reference import mix_reference
+from k3kernels.backend import check_backend
+
 
 def _rows(source: Tensor, dtype: torch.dtype) -> Tensor:
     return source.reshape(-1, source.shape[-1]).to(dtype)
@@ -94,7 +97,9 @@ class _Mix(torch.autograd.Function):
         return grad_sources, grad_folded
 
 
-def mix(sources: Sequence[Tensor], query: Tensor, norm_weight: Tensor, eps: float = 1e-5) -> Tensor:
+def mix(
+    sources: Sequence[Tensor], query: Tensor, norm_weight: Tensor, eps: float = 1e-5, *, backend: str = "auto"
+) -> Tensor:
     """Attention over depth: per token, a softmax-weighted sum of earlier blocks (K3 report §2.2 eq. 8-10).
 
     ``logits_i = <query * norm_weight, v_i / rms(v_i)>`` without 1/sqrt(h); the sum runs over the raw ``v_i``.
@@ -108,13 +113,15 @@ def mix(sources: Sequence[Tensor], query: Tensor, norm_weight: Tensor, eps: floa
         query: [h], the sublayer's pseudo-query; zero gives the plain mean.
         norm_weight: [h], the weight of the key's RMS norm.
         eps: added to the mean square of a source.
+        backend: "auto", or "reference" for ``mix_reference``.
 
     Returns:
         [..., h]. A single source is returned as it is; ``query`` and ``norm_weight`` then get no gradient.
 
     Raises:
-        ValueError: no sources, sources that differ, or vectors whose length isn't h.
+        ValueError: no sources, sources that differ, vectors whose length isn't h, or unknown backend.
     """
+    check_backend("mix", backend)
     if not sources:
         raise ValueError("mix got no sources; it needs at least one, the embedding's output.")
     first = sources[0]
@@ -131,4 +138,6 @@ def mix(sources: Sequence[Tensor], query: Tensor, norm_weight: Tensor, eps: floa
         )
     if len(sources) == 1:
         return first
+    if backend == "reference":
+        return mix_reference(sources, query, norm_weight, eps)
     return _Mix.apply(query, norm_weight, eps, *sources)

@@ -16,12 +16,16 @@ def _logits(source: Tensor, folded_query: Tensor, eps: float) -> Tensor:
 
 
 def mix_reference(sources: Sequence[Tensor], query: Tensor, norm_weight: Tensor, eps: float = 1e-5) -> Tensor:
-    """Softmax-weighted sum of ``sources`` (n tensors [..., h]) with one learned query [h]; see ``mix``."""
+    """Softmax-weighted sum of ``sources`` (n tensors [..., h]) with one learned query [h]; see ``mix``.
+
+    In the published order: keys are normalised before they meet the query, and one product a token sums the values.
+    """
     compute_dtype = torch.promote_types(sources[0].dtype, torch.float32)
-    values = torch.stack([source.to(compute_dtype) for source in sources])
+    values = torch.stack([source.to(compute_dtype) for source in sources], dim=-2)
     folded_query = query.to(compute_dtype) * norm_weight.to(compute_dtype)
-    weights = torch.softmax(_logits(values, folded_query, eps), dim=0)
-    return (weights.unsqueeze(-1) * values).sum(dim=0).to(sources[0].dtype)
+    keys = values * torch.rsqrt(values.square().mean(dim=-1, keepdim=True) + eps)
+    weights = torch.softmax((keys * folded_query).sum(dim=-1), dim=-1)
+    return torch.matmul(weights.unsqueeze(-2), values).squeeze(-2).to(sources[0].dtype)
 
 
 def phase_one(

@@ -63,6 +63,12 @@ def l2_normalise(x: Tensor, eps: float = L2_EPS) -> Tensor:
     return _L2Normalise.apply(x, eps)
 
 
+def l2_normalise_reference(x: Tensor, eps: float = L2_EPS) -> Tensor:
+    """``l2_normalise`` in plain PyTorch, in the published order: the squares are summed, not the norm squared."""
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    return wide * torch.rsqrt((wide * wide).sum(dim=-1, keepdim=True) + eps)
+
+
 def kda_gate(f: Tensor, A_log: Tensor, dt_bias: Tensor, gate: str = "floored", lower_bound: float = -5.0) -> Tensor:
     """Log-decay per key channel, in fp32 (fp64 for fp64 inputs).
 

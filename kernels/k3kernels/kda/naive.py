@@ -24,9 +24,8 @@ def recurrent_step(state: Tensor, q: Tensor, k: Tensor, v: Tensor, g: Tensor, be
     """
     state = state * g.exp().unsqueeze(-1)
     recalled = (state * k.unsqueeze(-1)).sum(dim=-2)
-    correction = beta.unsqueeze(-1) * (v - recalled)
-    state = state + k.unsqueeze(-1) * correction.unsqueeze(-2)
-    return (state * q.unsqueeze(-1)).sum(dim=-2), state
+    state = state + (beta.unsqueeze(-1) * k).unsqueeze(-1) * (v - recalled).unsqueeze(-2)
+    return torch.matmul(q.unsqueeze(-2), state).squeeze(-2), state
 
 
 def naive_kda(
@@ -74,8 +73,9 @@ def naive_kda(
             out, state = recurrent_step(state, *token)
             outputs.append(out)
         finals.append(state)
-    o = torch.stack(outputs) if outputs else v.new_zeros(0, heads, value_dim, dtype=dtype)
-    o = o.reshape(batch, seq_length, heads, value_dim).to(v.dtype)
+    # Channels first in memory, as the convolution before it leaves them.
+    o = torch.stack(outputs, dim=-1) if outputs else v.new_zeros(heads, value_dim, 0, dtype=dtype)
+    o = o.permute(2, 0, 1).unflatten(0, (batch, seq_length)).to(v.dtype)
     if not output_final_state:
         return o, None
     return o, torch.stack(finals) if finals else v.new_zeros(0, heads, key_dim, value_dim, dtype=dtype)

@@ -8,7 +8,7 @@ from torch import Tensor
 from k3kernels.kda.backend import resolve_backend
 from k3kernels.kda.chunk import chunk_kda
 from k3kernels.kda.fla_backend import fla_kda_attention
-from k3kernels.kda.gate import kda_gate, l2_normalise
+from k3kernels.kda.gate import kda_gate, l2_normalise, l2_normalise_reference
 from k3kernels.kda.naive import naive_kda, recurrent_step
 
 
@@ -94,9 +94,10 @@ def kda_attention(
     if backend == "fla":
         return fla_kda_attention(q, k, v, f, b, A_log, dt_bias, gate=gate, lower_bound=lower_bound, **shared)
     g = kda_gate(f, A_log, dt_bias, gate, lower_bound)
-    q, k, beta = l2_normalise(q), l2_normalise(k), torch.sigmoid(b.to(g.dtype))
+    beta = torch.sigmoid(b.to(g.dtype))
     if backend == "naive":
-        return naive_kda(q, k, v, g, beta, **shared)
+        return naive_kda(l2_normalise_reference(q), l2_normalise_reference(k), v, g, beta, **shared)
+    q, k = l2_normalise(q), l2_normalise(k)
     return chunk_kda(q, k, v, g, beta, lower_bound=lower_bound if gate == "floored" else None, **shared)
 
 

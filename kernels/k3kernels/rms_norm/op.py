@@ -4,6 +4,9 @@ import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
 
+from k3kernels.backend import check_backend
+from k3kernels.rms_norm.reference import gated_rms_norm_reference, rms_norm_reference
+
 
 def _check(x: Tensor, weight: Tensor, eps: float) -> None:
     if x.dim() == 0 or weight.shape != x.shape[-1:]:
@@ -88,7 +91,7 @@ class _GatedRmsNorm(torch.autograd.Function):
         return grad_x, grad_gate, grad_weight, None
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-5) -> Tensor:
+def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-5, *, backend: str = "auto") -> Tensor:
     """``x / sqrt(mean(x^2) + eps) * weight`` over the last dim.
 
     Normalises in fp32 (fp64 for fp64 inputs), casts back to ``x.dtype``, then multiplies by ``weight`` in the
@@ -99,15 +102,21 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-5) -> Tensor:
         x: [..., h], any memory layout, floating point.
         weight: [h].
         eps: added to the mean square.
+        backend: "auto", or "reference" for ``rms_norm_reference``.
 
     Raises:
-        ValueError: ``weight`` doesn't match the last dim of ``x``, or ``eps`` is not positive.
+        ValueError: ``weight`` doesn't match the last dim of ``x``, ``eps`` is not positive, or unknown backend.
     """
     _check(x, weight, eps)
+    check_backend("rms_norm", backend)
+    if backend == "reference":
+        return rms_norm_reference(x, weight, eps)
     return _RmsNorm.apply(x, weight, eps)
 
 
-def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float = 1e-5) -> Tensor:
+def gated_rms_norm(
+    x: Tensor, gate: Tensor, weight: Tensor, eps: float = 1e-5, *, backend: str = "auto"
+) -> Tensor:
     """``sigmoid(gate) * rms_norm(x, weight)`` over the last dim: KDA's output, per head (K3 report §2.1).
 
     Computed in fp32 (fp64 for fp64 inputs) and cast once, to ``x.dtype``. Keeps ``x``, ``gate``, ``weight``
@@ -118,11 +127,15 @@ def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float = 1e-5) -
         gate: same shape as ``x``, before the sigmoid.
         weight: [v], shared by the heads.
         eps: added to the mean square.
+        backend: "auto", or "reference" for ``gated_rms_norm_reference``.
 
     Raises:
-        ValueError: shapes don't match, or ``eps`` is not positive.
+        ValueError: shapes don't match, ``eps`` is not positive, or unknown backend.
     """
     _check(x, weight, eps)
+    check_backend("gated_rms_norm", backend)
     if gate.shape != x.shape:
         raise ValueError(f"gate has shape {tuple(gate.shape)} and x {tuple(x.shape)}; they must be equal.")
+    if backend == "reference":
+        return gated_rms_norm_reference(x, gate, weight, eps)
     return _GatedRmsNorm.apply(x, gate, weight, eps)

@@ -19,4 +19,4 @@ def gated_rms_norm_reference(x: Tensor, gate: Tensor, weight: Tensor, eps: float
     compute_dtype = torch.promote_types(x.dtype, torch.float32)
     wide = x.to(compute_dtype)
     normalised = wide * torch.rsqrt(wide.square().mean(dim=-1, keepdim=True) + eps)
-    return (torch.sigmoid(gate.to(compute_dtype)) * normalised * weight.to(compute_dtype)).to(x.dtype)
+    return (normalised * weight.to(compute_dtype) * torch.sigmoid(gate.to(compute_dtype))).to(x.dtype)

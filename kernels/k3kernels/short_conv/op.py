@@ -41,10 +41,13 @@ def _padded_rows(
 
 
 def _pre_activation(padded: Tensor, taps: Tensor) -> Tensor:
-    """``z[r] = sum_j taps[W-1-j] * padded[r-j]`` for every row; only tokens' rows matter. ``taps`` is [W, D]."""
+    """``z[r] = sum_j taps[W-1-j] * padded[r-j]`` for every row; only tokens' rows matter. ``taps`` is [W, D].
+
+    Added up from the oldest token on, as ``conv1d`` does: on the CPU the two then agree to the last bit.
+    """
     last = len(taps) - 1
-    z = padded * taps[last]
-    for shift in range(1, last + 1):
+    z = torch.zeros_like(padded)
+    for shift in range(last, -1, -1):
         z[shift:].addcmul_(padded[: len(padded) - shift], taps[last - shift])
     return z
 

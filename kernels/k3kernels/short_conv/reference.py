@@ -30,9 +30,10 @@ def short_conv_reference(
             history = initial_state[document].to(dtype)
         seen = torch.cat([history, flat[start:end].T], dim=1)
         if end > start:
-            z = F.conv1d(seen.unsqueeze(0), weight.to(dtype).unsqueeze(1), groups=channels)[0].T
-            outputs.append(F.silu(z) if activation == "silu" else z)
+            outputs.append(F.conv1d(seen.unsqueeze(0), weight.to(dtype).unsqueeze(1), groups=channels)[0])
         finals.append(seen[:, seen.shape[1] - (width - 1) :])
-    y = torch.cat(outputs) if outputs else flat.new_zeros(0, channels)
+    # [D, B * T], as conv1d leaves it: what sums over channels afterwards then adds them one by one.
+    z = torch.cat(outputs, dim=1) if outputs else flat.new_zeros(channels, 0)
+    y = (F.silu(z) if activation == "silu" else z).T
     final_state = torch.stack(finals) if finals else flat.new_zeros(0, channels, width - 1)
-    return y.reshape(x.shape).to(x.dtype), final_state.to(x.dtype)
+    return y.unflatten(0, (batch, seq_length)).to(x.dtype), final_state.to(x.dtype)

@@ -4,6 +4,9 @@ import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
 
+from k3kernels.backend import check_backend
+from k3kernels.situ.reference import situ_glu_reference, swiglu_reference
+
 
 def _check(gate: Tensor, up: Tensor) -> None:
     if gate.shape != up.shape or gate.dtype != up.dtype:
@@ -76,7 +79,9 @@ class _SwiGlu(torch.autograd.Function):
         return grad_gate, grad_up
 
 
-def situ_glu(gate: Tensor, up: Tensor, beta: float = 4.0, linear_beta: float = 25.0) -> Tensor:
+def situ_glu(
+    gate: Tensor, up: Tensor, beta: float = 4.0, linear_beta: float = 25.0, *, backend: str = "auto"
+) -> Tensor:
     """SiTU-GLU, ``beta tanh(gate/beta) sigmoid(gate) * linear_beta tanh(up/linear_beta)``.
 
     Kimi K3 report §2.3; used in routed, shared and dense feed-forward layers. The output's magnitude never
@@ -88,20 +93,27 @@ def situ_glu(gate: Tensor, up: Tensor, beta: float = 4.0, linear_beta: float = 2
         up: same shape and dtype as ``gate``.
         beta: cap of the gate branch, positive.
         linear_beta: cap of the linear branch, positive.
+        backend: "auto", or "reference" for ``situ_glu_reference``.
 
     Raises:
-        ValueError: shapes or dtypes differ, or a cap is not positive.
+        ValueError: shapes or dtypes differ, a cap is not positive, or unknown backend.
     """
     _check(gate, up)
+    check_backend("situ_glu", backend)
     if beta <= 0 or linear_beta <= 0:
         raise ValueError(f"beta is {beta} and linear_beta is {linear_beta}; both caps must be positive.")
+    if backend == "reference":
+        return situ_glu_reference(gate, up, beta, linear_beta)
     return _SituGlu.apply(gate, up, beta, linear_beta)
 
 
-def swiglu(gate: Tensor, up: Tensor) -> Tensor:
+def swiglu(gate: Tensor, up: Tensor, *, backend: str = "auto") -> Tensor:
     """SwiGLU, ``gate sigmoid(gate) * up``, as Kimi Linear uses it.
 
-    Same shapes, dtypes, memory and errors as :func:`situ_glu`.
+    Same shapes, dtypes, memory, backends and errors as :func:`situ_glu`.
     """
     _check(gate, up)
+    check_backend("swiglu", backend)
+    if backend == "reference":
+        return swiglu_reference(gate, up)
     return _SwiGlu.apply(gate, up)
