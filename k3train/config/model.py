@@ -58,7 +58,7 @@ class MoEConfig:
     expert_hidden_size: int = 96  # K3: 3072
     num_shared_experts: int = 1  # K3: 2, stored as one FFN of num_shared_experts * expert_hidden_size
     first_dense_layers: int = 1  # leading layers with a dense FFN
-    renormalize: bool = True  # mixture weights of the chosen experts sum to routed_scaling_factor
+    renormalize: bool = True  # mixture weights of the chosen experts sum to routed_scaling_factor (if top_k > 1)
     routed_scaling_factor: float = 1.0
     weight_placement: str = "after_w2"  # after_w2 (released code) | before_w2 (Megatron)
     balancing: str = "quantile"  # quantile | sign | none

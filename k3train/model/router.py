@@ -58,7 +58,8 @@ class QuantileBalancingRouter(TopKRouter, BalancedRouter):
         scores = torch.sigmoid(logits.view(-1, self.moe.num_experts))
         indices, cutoff = topk_with_cutoff(scores.detach(), self.selection_bias, self.moe.top_k)
         chosen = scores.gather(1, indices)
-        if self.moe.renormalize:
+        # A single chosen expert keeps its score as its weight, as in the released code; else it would always be 1.
+        if self.moe.renormalize and self.moe.top_k > 1:
             chosen = chosen / (chosen.sum(dim=-1, keepdim=True) + 1e-20)
         chosen = chosen * self.moe.routed_scaling_factor
         probs = torch.zeros_like(scores).scatter(1, indices, chosen)

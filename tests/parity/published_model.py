@@ -119,12 +119,24 @@ def chunk_kda(
     return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=1), None
 
 
+def parameter_shapes(text: dict[str, Any]) -> dict[str, torch.Size]:
+    """Names and shapes of the published model's weights."""
+    module = load_published()
+    with torch.device("meta"):
+        state = module.KimiLinearForCausalLM(_config(module, text)).state_dict()
+    return {name: tensor.shape for name, tensor in state.items()}
+
+
+def _config(module: ModuleType, text: dict[str, Any]) -> Any:
+    config = module.KimiLinearConfig(**text)
+    config._attn_implementation = "eager"
+    return config
+
+
 def build_published(text: dict[str, Any], tensors: dict[str, torch.Tensor], dtype: torch.dtype) -> nn.Module:
     """The published causal language model; what the checkpoint stores in fp32 stays in fp32."""
     module = load_published()
-    config = module.KimiLinearConfig(**text)
-    config._attn_implementation = "eager"
-    model = module.KimiLinearForCausalLM(config)
+    model = module.KimiLinearForCausalLM(_config(module, text))
     model.load_state_dict({name.removeprefix(PREFIX): tensor for name, tensor in tensors.items()})
     if dtype != torch.float32:
         for name, parameter in model.named_parameters():
