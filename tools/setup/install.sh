@@ -1,13 +1,15 @@
 #!/usr/bin/env bash
-# Make .venv and install the project with the pinned versions of constraints.txt. Does nothing when the last install
-# finished from the same pyproject.toml and constraints.txt; goes on where an interrupted one stopped.
+# Make .venv and install the project with the pinned versions of constraints.txt, and for the tests the packages of
+# tests/requirements-oracle.txt without their dependencies. Does nothing when the last install finished from these
+# two files and pyproject.toml; goes on where an interrupted one stopped.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 
 venv=.venv
 stamp=$venv/installed-from
 log=$venv/install.log
-wanted="$(cat pyproject.toml constraints.txt | cksum) $PWD"
+oracle=tests/requirements-oracle.txt
+wanted="$(cat pyproject.toml constraints.txt "$oracle" | cksum) $PWD"
 
 usable() { "$venv/bin/python" -c 'import sys; assert sys.version_info[:2] in ((3, 12), (3, 13)); import pip' 2>/dev/null; }
 
@@ -52,5 +54,6 @@ echo "Installing $(grep -c == constraints.txt) pinned packages into $venv (about
 # The build backend first, pinned, so that nothing is built with another version fetched on the side.
 install "$(grep '^setuptools==' constraints.txt)"
 install --no-build-isolation --editable '.[test]'
+install --no-deps --requirement "$oracle"
 printf '%s' "$wanted" >"$stamp"
 echo "Installed in $((SECONDS - started)) s"
