@@ -134,10 +134,10 @@ def _batch(kind: str, rows: int, length: int, vocab: int, seed: int) -> Batch:
 def draw_weights(shapes: dict[str, torch.Size], seed: int = 0) -> dict[str, torch.Tensor]:
     """fp32 weights for the published names: no two layers, channels or norms alike.
 
-    Latents are small in front of their norms, so that an epsilon counts; gated FFNs get inputs large enough for the caps
-    of their activation to count. Queries of KDA resemble its keys: its output
-    is normalised, and at the start of a document it is v times q.k, whose sign alone would otherwise decide, so that
-    rounding is amplified several times a layer (as in the golden weights, which are drawn without this care).
+    Latents are small in front of their norms, so that an epsilon counts; gated FFNs get inputs large enough for the
+    caps of their activation to count. Queries of KDA resemble its keys: its output is normalised, and at the start of
+    a document it is v times q.k, whose sign alone would otherwise decide, so that rounding is amplified several times
+    a layer (as in the golden weights, which are drawn without this care).
     """
     generator = torch.Generator().manual_seed(seed)
     spread = {"A_log": 0.5, "conv1d.weight": 0.5, "res_proj.weight": 0.3, "e_score_correction_bias": 0.1}
