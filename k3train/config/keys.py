@@ -25,6 +25,9 @@ _WORDS = {
     "list[str]": "a list of texts such as [a,b]",
 }
 
+# Keys that had another name: what to try instead.
+RENAMED = {"parallel.linear": "parallel.transformer_impl"}
+
 
 # What Megatron-LM, torchtitan, Hugging Face's Trainer and people call these keys.
 _OTHER_NAMES = {

@@ -6,6 +6,8 @@ local layers. None of this has been run on a GPU yet; the tests run it over a st
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import torch
 import transformer_engine.pytorch
 from megatron.core.extensions.transformer_engine import TEDotProductAttention, TELinear, TERowParallelLinear
@@ -15,26 +17,27 @@ from megatron.core.transformer.enums import AttnMaskType
 from k3train.model.core_attention import heads_first, tokens_first
 from k3train.model.packing import Packing
 from k3train.model.transformer_config import K3TransformerConfig
-from k3train.parallel.regions import gathered_config, mark_replicated, no_init
+from k3train.parallel.regions import NoExtraState, gathered_config, mark_replicated, no_init
 from k3train.parallel.sharding import with_tensor_axes
 
 
-class NoExtraState:
-    """Keeps Transformer Engine's `_extra_state` out of checkpoints, which so load into the local layers too.
+class SameCheckpoint(NoExtraState):
+    """Writes and reads what the local layer does; `axes` maps parameters to the axis that tensor parallelism cuts."""
 
-    It holds the scales of delayed-scaling fp8 alone, which no recipe uses; block-scaled formats keep nothing.
-    """
+    axes: ClassVar[dict[str, int]] = {}
 
-    get_extra_state = torch.nn.Module.get_extra_state
-    set_extra_state = torch.nn.Module.set_extra_state
+    def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None) -> dict:
+        return with_tensor_axes(self, self.axes, prefix, sharded_offsets, metadata)
 
 
-class TEColumnParallel(NoExtraState, TELinear):
+class TEColumnParallel(SameCheckpoint, TELinear):
     """[s, b, input] -> [s, b, output / TP] of an input that went through `regions.enter`.
 
     Not `TEColumnParallelLinear`: that gathers the sequence for every projection anew and reduces its input's gradient,
     while a sublayer here gathers once for all its projections.
     """
+
+    axes: ClassVar[dict[str, int]] = {"weight": 0}
 
     def __init__(self, config: K3TransformerConfig, input_size: int, output_size: int) -> None:
         # "duplicated" is Transformer Engine without communication of its own: the sizes are those of the shard.
@@ -50,12 +53,11 @@ class TEColumnParallel(NoExtraState, TELinear):
         )
         _describe(self.weight, cut=0)
 
-    def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None) -> dict:
-        return with_tensor_axes(self, {"weight": 0}, prefix, sharded_offsets, metadata)
 
-
-class TERowParallel(NoExtraState, TERowParallelLinear):
+class TERowParallel(SameCheckpoint, TERowParallelLinear):
     """[s, b, input / TP] -> [s / TP, b, output], summed over the tensor-parallel group."""
+
+    axes: ClassVar[dict[str, int]] = {"weight": 1}
 
     def __init__(self, config: K3TransformerConfig, input_size: int, output_size: int) -> None:
         super().__init__(
@@ -70,11 +72,8 @@ class TERowParallel(NoExtraState, TERowParallelLinear):
         )
         _describe(self.weight, cut=1)
 
-    def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None) -> dict:
-        return with_tensor_axes(self, {"weight": 1}, prefix, sharded_offsets, metadata)
 
-
-class TEReplicated(NoExtraState, TELinear):
+class TEReplicated(SameCheckpoint, TELinear):
     """[..., input] -> [..., output] with the whole weight on every tensor-parallel rank."""
 
     def __init__(self, config: K3TransformerConfig, input_size: int, output_size: int) -> None:
@@ -94,11 +93,8 @@ class TEReplicated(NoExtraState, TELinear):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return super().forward(x)[0]
 
-    def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None) -> dict:
-        return with_tensor_axes(self, {}, prefix, sharded_offsets, metadata)
 
-
-class TERMSNorm(NoExtraState, transformer_engine.pytorch.RMSNorm):
+class TERMSNorm(SameCheckpoint, transformer_engine.pytorch.RMSNorm):
     """y = weight * x / rms(x), rounded once; the local norm, as the published code, rounds before the weight too."""
 
     def __init__(self, config: K3TransformerConfig, size: int, eps: float | None = None) -> None:
@@ -113,7 +109,7 @@ class TERMSNorm(NoExtraState, transformer_engine.pytorch.RMSNorm):
         mark_replicated(self.weight, config)
 
 
-class TECoreAttention(NoExtraState, TEDotProductAttention):
+class TECoreAttention(SameCheckpoint, TEDotProductAttention):
     """MLA's core attention over packed documents in Transformer Engine's `thd` format; output in bf16."""
 
     def __init__(self, config: K3TransformerConfig) -> None:

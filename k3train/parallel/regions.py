@@ -38,7 +38,18 @@ def gathered_config(config: TransformerConfig) -> TransformerConfig:
     return inside
 
 
-class ColumnParallel(ColumnParallelLinear):
+class NoExtraState:
+    """Keeps `_extra_state` out of checkpoints, so that those of local and of Transformer Engine's layers are the same.
+
+    There it holds the scales of delayed-scaling fp8, which no recipe uses (block-scaled formats keep nothing);
+    Megatron-Core's local linear layers store an empty one.
+    """
+
+    get_extra_state = torch.nn.Module.get_extra_state
+    set_extra_state = torch.nn.Module.set_extra_state
+
+
+class ColumnParallel(NoExtraState, ColumnParallelLinear):
     """A bias-free projection [s, b, input] -> [s, b, output / TP] of an input that went through `enter`."""
 
     def __init__(self, config: TransformerConfig, input_size: int, output_size: int) -> None:
@@ -54,7 +65,7 @@ class ColumnParallel(ColumnParallelLinear):
         )
 
 
-class RowParallel(RowParallelLinear):
+class RowParallel(NoExtraState, RowParallelLinear):
     """A bias-free projection [s, b, input / TP] -> [s / TP, b, output] that sums over the group."""
 
     def __init__(self, config: TransformerConfig, input_size: int, output_size: int) -> None:
