@@ -41,7 +41,7 @@ def _in_fp32(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
 def _wide_as_keys(v: torch.Tensor, qk_dim: int) -> torch.Tensor:
     """Values with zero channels added: flash kernels, on the CPU too, want values as wide as keys."""
-    return F.pad(v, (0, qk_dim - v.shape[-1]))
+    return F.pad(v, (0, max(0, qk_dim - v.shape[-1])))
 
 
 def _document_by_document(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, packing: Packing) -> torch.Tensor:

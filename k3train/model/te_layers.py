@@ -14,17 +14,24 @@ from megatron.core.extensions.transformer_engine import TEDotProductAttention, T
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.enums import AttnMaskType
 
+from k3train.errors import UserError
 from k3train.model.core_attention import heads_first, tokens_first
 from k3train.model.packing import Packing
 from k3train.model.transformer_config import K3TransformerConfig
-from k3train.parallel.regions import NoExtraState, gathered_config, mark_replicated, no_init
+from k3train.parallel.regions import gathered_config, mark_replicated, no_init
 from k3train.parallel.sharding import with_tensor_axes
 
 
-class SameCheckpoint(NoExtraState):
-    """Writes and reads what the local layer does; `axes` maps parameters to the axis that tensor parallelism cuts."""
+class SameCheckpoint:
+    """Writes and reads what the local layer does; `axes` maps parameters to the axis that tensor parallelism cuts.
+
+    Transformer Engine's extra state stays out: it holds the scales of delayed-scaling fp8, which no recipe uses
+    (block-scaled formats keep nothing).
+    """
 
     axes: ClassVar[dict[str, int]] = {}
+    get_extra_state = torch.nn.Module.get_extra_state
+    set_extra_state = torch.nn.Module.set_extra_state
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None) -> dict:
         return with_tensor_axes(self, self.axes, prefix, sharded_offsets, metadata)
@@ -125,6 +132,11 @@ class TECoreAttention(SameCheckpoint, TEDotProductAttention):
 
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, packing: Packing) -> torch.Tensor:
         """As `PackedAttention.forward`."""
+        if k.shape[2] != q.shape[2]:
+            raise UserError(
+                "parallel.transformer_impl=te cannot attend to keys of other context-parallel ranks; "
+                "try parallel.transformer_impl=local"
+            )
         offsets, longest = packing.cu_seqlens.int(), max(packing.lengths)
         documents = PackedSeqParams(
             qkv_format="thd",

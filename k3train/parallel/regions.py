@@ -38,19 +38,11 @@ def gathered_config(config: TransformerConfig) -> TransformerConfig:
     return inside
 
 
-class NoExtraState:
-    """Keeps `_extra_state` out of checkpoints, so that those of local and of Transformer Engine's layers are the same.
-
-    There it holds the scales of delayed-scaling fp8, which no recipe uses (block-scaled formats keep nothing);
-    Megatron-Core's local linear layers store an empty one.
-    """
-
-    get_extra_state = torch.nn.Module.get_extra_state
-    set_extra_state = torch.nn.Module.set_extra_state
-
-
-class ColumnParallel(NoExtraState, ColumnParallelLinear):
+class ColumnParallel(ColumnParallelLinear):
     """A bias-free projection [s, b, input] -> [s, b, output / TP] of an input that went through `enter`."""
+
+    # Megatron-Core stores an empty state beside the weight, which Transformer Engine's layers would not read.
+    get_extra_state = torch.nn.Module.get_extra_state
 
     def __init__(self, config: TransformerConfig, input_size: int, output_size: int) -> None:
         super().__init__(
@@ -65,8 +57,11 @@ class ColumnParallel(NoExtraState, ColumnParallelLinear):
         )
 
 
-class RowParallel(NoExtraState, RowParallelLinear):
+class RowParallel(RowParallelLinear):
     """A bias-free projection [s, b, input / TP] -> [s / TP, b, output] that sums over the group."""
+
+    # Megatron-Core stores an empty state beside the weight, which Transformer Engine's layers would not read.
+    get_extra_state = torch.nn.Module.get_extra_state
 
     def __init__(self, config: TransformerConfig, input_size: int, output_size: int) -> None:
         super().__init__(
