@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 import json
+import math
 import os
 import socket
 import subprocess
@@ -138,8 +139,10 @@ def test_transformer_engine_s_layers_do_what_the_local_ones_do(ranks: int, preci
     assert report["parameters differ"] == []
     assert report["states differ"] == []
     assert report["loss"] < tolerance
-    assert report["gradients"] < tolerance
-    assert report["gradient norm"] > 1.0
+    assert len(report["gradients"]) > 150
+    norm = math.hypot(*(own for _, own in report["gradients"]))
+    assert norm > 1.0
+    assert math.hypot(*(apart for apart, _ in report["gradients"])) < tolerance * norm
 
     layers = report["layers"]
     expected = {"TEColumnParallel", "TERowParallel", "TEReplicated", "TERMSNorm", "TECoreAttention", "LatentExperts"}
