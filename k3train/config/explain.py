@@ -20,7 +20,7 @@ from omegaconf.errors import (
     ValidationError,
 )
 
-from k3train.config.keys import RENAMED, closest, default_of, expected, leaf_types, sections
+from k3train.config.keys import closest, default_of, expected, leaf_types, sections
 from k3train.config.schema import CorpusConfig
 from k3train.errors import UserError
 
@@ -80,7 +80,7 @@ def missing_value(key: str) -> UserError:
 
 def unknown_key(key: str, value: str | None, groups: list[str]) -> UserError:
     """A key that the schema lacks, with the closest one it has. `value` is None where a file gave it."""
-    near = RENAMED.get(key) or (closest(key, groups) if "." not in key else None)
+    near = closest(key, groups) if "." not in key else None
     near = near or closest(key, leaf_types()) or closest(key, sections())
     parent = key.rpartition(".")[0]
     prefix = f"{parent}." if parent in sections() else ""
