@@ -25,8 +25,7 @@ _WORDS = {
     "list[str]": "a list of texts such as [a,b]",
 }
 
-
-# What Megatron-LM, torchtitan, Hugging Face's Trainer and people call these keys.
+# What Megatron-LM, torchtitan, Hugging Face's Trainer, people and earlier versions call these keys.
 _OTHER_NAMES = {
     "optim.lr": ("learning_rate", "max_lr", "peak_lr"),
     "optim.min_lr": ("min_learning_rate", "lr_min", "final_lr"),
@@ -44,6 +43,7 @@ _OTHER_NAMES = {
     "checkpoint.interval": ("save_interval", "save_steps", "save_every"),
     "checkpoint.keep_last": ("save_total_limit", "keep_last_k"),
     "checkpoint.load": ("load_checkpoint", "initial_load_path", "init_from"),
+    "parallel.transformer_impl": ("linear",),
     "parallel.tensor": ("tp", "tensor_parallel", "tensor_model_parallel_size", "tensor_parallel_size"),
     "parallel.pipeline": ("pp", "pipeline_parallel", "pipeline_model_parallel_size", "pipeline_parallel_size"),
     "parallel.virtual_pipeline": ("vpp", "virtual_pipeline_model_parallel_size"),

@@ -34,7 +34,15 @@ def check_parallel(config: RecipeConfig, world_size: int) -> None:
     for name in ("tensor", "pipeline", "virtual_pipeline", "context", "expert", "expert_tensor"):
         check_range(config, f"parallel.{name}", 1, least=1)
     check_choice(config, "parallel.recompute", ("none", "full"))
-    check_choice(config, "parallel.linear", ("auto", "local", "te"))
+    check_choice(config, "parallel.transformer_impl", ("auto", "local", "te"))
+    if config.parallel.transformer_impl == "te" and config.train.precision != "bf16":
+        raise refuse(
+            config,
+            "parallel.transformer_impl",
+            f"needs train.precision=bf16, found {config.train.precision}: Transformer Engine multiplies fp32 in TF32",
+            "auto, local",
+            "parallel.transformer_impl=auto",
+        )
     if config.parallel.context > 1:
         raise refuse(
             config,

@@ -27,7 +27,9 @@ class ParallelConfig:
     distributed_optimizer: bool = True  # ZeRO-1: optimizer state sharded over data-parallel ranks
     overlap_grad_reduce: bool = False
     overlap_param_gather: bool = False
-    linear: str = "auto"  # tensor-parallel linear layers: auto | local (Megatron-Core) | te (Transformer Engine, CUDA)
+    # Whose linear layers, norms and core attention: local | te (Transformer Engine; CUDA, bf16) | auto (te where it can
+    # run and is installed, else local).
+    transformer_impl: str = "auto"
     recompute: str = "none"  # none | full (each decoder layer recomputed in backward)
 
 

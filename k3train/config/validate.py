@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from k3train.config.implementation import resolve_transformer_impl
 from k3train.config.parameters import parameter_count
 from k3train.config.rules import check_range
 from k3train.config.rules_model import check_model
@@ -34,18 +35,18 @@ def validate(config: RecipeConfig, world_size: int | None = None) -> None:
 
 
 def validate_machine(config: RecipeConfig, gpus: int) -> None:
-    """Refuse a recipe that asks for CUDA where there is none. `gpus`: CUDA devices this process may use."""
+    """Refuse a recipe that asks for CUDA or Transformer Engine where they are not.
+
+    `gpus`: CUDA devices this process may use.
+    """
+    kind = "cuda" if gpus and config.run.device != "cpu" else "cpu"
+    resolve_transformer_impl(config.parallel.transformer_impl, kind, config.train.precision)
     if gpus:
         return
     if config.run.device == "cuda":
         raise UserError(
             "run.device=cuda, but this machine shows no CUDA device; allowed here: cpu, auto; start it where"
             " there are GPUs, or try run.device=cpu"
-        )
-    if config.parallel.linear == "te":
-        raise UserError(
-            "parallel.linear=te needs a CUDA device, and this machine shows none; allowed here: auto, local;"
-            " try parallel.linear=auto"
         )
     if config.model.kda.backend == "fla":
         raise UserError(

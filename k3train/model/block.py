@@ -11,7 +11,6 @@ from megatron.core.transformer.module import MegatronModule
 
 from k3train.model.attention_residual import AttentionResidual
 from k3train.model.layer import K3Layer
-from k3train.model.norm import RMSNorm
 from k3train.model.packing import Packing
 from k3train.model.state import StateView
 from k3train.model.transformer_config import K3TransformerConfig
@@ -56,7 +55,7 @@ class K3Block(MegatronModule):
         self.is_last = contents.head
         if contents.head:
             self.output_residual = AttentionResidual(config) if residual.enabled else None
-            self.final_norm = RMSNorm(config, config.hidden_size)
+            self.final_norm = config.spec.norm(config, config.hidden_size)
 
     def forward(self, stream: torch.Tensor, packing: Packing, states: StateView | None = None) -> torch.Tensor:
         """Embeddings or the previous stage's payload in; the next stage's payload out.

@@ -5,12 +5,12 @@ from __future__ import annotations
 import torch
 from megatron.core import parallel_state, tensor_parallel
 
+from k3train.config.implementation import resolve_transformer_impl
 from k3train.config.schema import ParallelConfig, RecipeConfig
 from k3train.model.init import init_weights
 from k3train.model.model import K3Model
 from k3train.model.transformer_config import K3TransformerConfig, build_transformer_config
 from k3train.parallel.stages import layout_of, stage_contents
-from k3train.parallel.te_linear import resolve_linear
 
 
 def start_model_parallel(parallel: ParallelConfig) -> None:
@@ -61,7 +61,7 @@ def build_chunks(
         config.train.precision,
         kind,
         config.stage.update_router_bias,
-        resolve_linear(config.parallel.linear, kind),
+        resolve_transformer_impl(config.parallel.transformer_impl, kind, config.train.precision),
     )
     if kind == "cuda":
         # Transformer Engine's layers and recomputation draw from Megatron-Core's tracked generators.

@@ -10,7 +10,7 @@ from megatron.core.transformer.module import MegatronModule
 
 from k3train.config.model import ModelConfig
 from k3train.model.transformer_config import K3TransformerConfig
-from k3train.parallel.regions import column_parallel, enter, row_parallel
+from k3train.parallel.regions import enter
 
 
 def gated_activation(model: ModelConfig, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
@@ -25,9 +25,10 @@ class GatedFFN(MegatronModule):
 
     def __init__(self, config: K3TransformerConfig, ffn_hidden_size: int) -> None:
         super().__init__(config)
-        self.gate_proj = column_parallel(config, config.hidden_size, ffn_hidden_size)
-        self.up_proj = column_parallel(config, config.hidden_size, ffn_hidden_size)
-        self.down_proj = row_parallel(config, ffn_hidden_size, config.hidden_size)
+        spec = config.spec
+        self.gate_proj = spec.column_parallel_linear(config, config.hidden_size, ffn_hidden_size)
+        self.up_proj = spec.column_parallel_linear(config, config.hidden_size, ffn_hidden_size)
+        self.down_proj = spec.row_parallel_linear(config, ffn_hidden_size, config.hidden_size)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = enter(x, self.config)

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from megatron.core.transformer.module import MegatronModule
 
 from k3train.model import mla_decode
-from k3train.model.norm import RMSNorm
 from k3train.model.packing import Packing
 from k3train.model.state import MLAView
 from k3train.model.transformer_config import K3TransformerConfig
-from k3train.parallel.regions import ReplicatedLinear, column_parallel, enter, row_parallel
+from k3train.parallel.regions import enter
 
 
 class GatedMLA(MegatronModule):
@@ -23,25 +21,26 @@ class GatedMLA(MegatronModule):
 
     def __init__(self, config: K3TransformerConfig) -> None:
         super().__init__(config)
-        mla = config.k3.mla
+        mla, spec = config.k3.mla, config.spec
         self.mla = mla
         self.local_heads = mla.num_heads // config.tensor_model_parallel_size
         self.qk_dim = mla.qk_nope_head_dim + mla.qk_rope_head_dim
         hidden, eps = config.hidden_size, mla.latent_norm_eps
         if mla.q_lora_rank is None:
-            self.q_proj = column_parallel(config, hidden, mla.num_heads * self.qk_dim)
+            self.q_proj = spec.column_parallel_linear(config, hidden, mla.num_heads * self.qk_dim)
         else:
-            self.q_a_proj = ReplicatedLinear(config, hidden, mla.q_lora_rank)
-            self.q_a_norm = RMSNorm(config, mla.q_lora_rank, eps)
-            self.q_b_proj = column_parallel(config, mla.q_lora_rank, mla.num_heads * self.qk_dim)
-        self.kv_a_proj = ReplicatedLinear(config, hidden, mla.kv_lora_rank + mla.qk_rope_head_dim)
-        self.kv_a_norm = RMSNorm(config, mla.kv_lora_rank, eps)
+            self.q_a_proj = spec.linear(config, hidden, mla.q_lora_rank)
+            self.q_a_norm = spec.norm(config, mla.q_lora_rank, eps)
+            self.q_b_proj = spec.column_parallel_linear(config, mla.q_lora_rank, mla.num_heads * self.qk_dim)
+        self.kv_a_proj = spec.linear(config, hidden, mla.kv_lora_rank + mla.qk_rope_head_dim)
+        self.kv_a_norm = spec.norm(config, mla.kv_lora_rank, eps)
         key_value = mla.num_heads * (mla.qk_nope_head_dim + mla.v_head_dim)
-        self.kv_b_proj = column_parallel(config, mla.kv_lora_rank, key_value)
+        self.kv_b_proj = spec.column_parallel_linear(config, mla.kv_lora_rank, key_value)
         width = mla.num_heads * mla.v_head_dim
         if mla.output_gate:
-            self.g_proj = column_parallel(config, hidden, width)
-        self.o_proj = row_parallel(config, width, hidden)
+            self.g_proj = spec.column_parallel_linear(config, hidden, width)
+        self.core_attention = spec.core_attention(config)
+        self.o_proj = spec.row_parallel_linear(config, width, hidden)
 
     def forward(self, x: torch.Tensor, packing: Packing, state: MLAView | None = None) -> torch.Tensor:
         """Attend over the documents of `packing`; with `state`, continue its rows instead and extend it in place."""
@@ -49,7 +48,7 @@ class GatedMLA(MegatronModule):
         latent, shared_key = self._latent(x)
         q = self._queries(x, full)
         if state is None:
-            out = self._attend(q, *self._keys_values(latent, shared_key), packing)
+            out = self.core_attention(q, *self._keys_values(latent, shared_key), packing)
         else:
             out = mla_decode.attend_after(self, q, latent, shared_key, state)
         out = out.permute(2, 0, 1, 3).flatten(2)
@@ -79,12 +78,3 @@ class GatedMLA(MegatronModule):
         key, value = expanded.split(dims, dim=-1)
         shared = shared_key.unsqueeze(2).expand(-1, -1, self.local_heads, -1)
         return torch.cat([key, shared], dim=-1).permute(1, 2, 0, 3), value.permute(1, 2, 0, 3)
-
-    def _attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, packing: Packing) -> torch.Tensor:
-        """Causal softmax attention, [b, heads, s, v_head_dim]; in fp32 on the CPU, where bf16 gains nothing."""
-        scale = self.qk_dim**-0.5
-        if q.device.type == "cpu":
-            q, k, v = q.float(), k.float(), v.float()
-        if packing.single:
-            return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale)
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=packing.attention_mask(), scale=scale)

@@ -12,14 +12,7 @@ from k3train.model import kda_decode
 from k3train.model.packing import Packing
 from k3train.model.state import KDAView
 from k3train.model.transformer_config import K3TransformerConfig
-from k3train.parallel.regions import (
-    ReplicatedLinear,
-    column_parallel,
-    enter,
-    mark_replicated,
-    mark_sharded,
-    row_parallel,
-)
+from k3train.parallel.regions import enter, mark_replicated, mark_sharded
 from k3train.parallel.sharding import with_tensor_axes
 
 
@@ -31,31 +24,31 @@ class KimiDeltaAttention(MegatronModule):
 
     def __init__(self, config: K3TransformerConfig) -> None:
         super().__init__(config)
-        kda = config.k3.kda
+        kda, spec = config.k3.kda, config.spec
         tensor_parallel = config.tensor_model_parallel_size
         self.kda = kda
         self.kernels, self.backend = config.k3.kernels, config.k3.kda_backend()
         self.local_heads = kda.num_heads // tensor_parallel
         width, hidden = kda.num_heads * kda.head_dim, config.hidden_size
-        self.q_proj = column_parallel(config, hidden, width)
-        self.k_proj = column_parallel(config, hidden, width)
-        self.v_proj = column_parallel(config, hidden, width)
+        self.q_proj = spec.column_parallel_linear(config, hidden, width)
+        self.k_proj = spec.column_parallel_linear(config, hidden, width)
+        self.v_proj = spec.column_parallel_linear(config, hidden, width)
         for name in ("q_conv", "k_conv", "v_conv"):
             self._channels(name, (width // tensor_parallel, kda.conv_size), "conv")
-        self.f_a_proj = ReplicatedLinear(config, hidden, kda.head_dim)
-        self.f_b_proj = column_parallel(config, kda.head_dim, width)
-        self.b_proj = column_parallel(config, hidden, kda.num_heads)
+        self.f_a_proj = spec.linear(config, hidden, kda.head_dim)
+        self.f_b_proj = spec.column_parallel_linear(config, kda.head_dim, width)
+        self.b_proj = spec.column_parallel_linear(config, hidden, kda.num_heads)
         self._channels("A_log", (self.local_heads,), f"a_log_{kda.a_log_init}")
         self._channels("dt_bias", (width // tensor_parallel,), f"dt_bias_{kda.dt_bias_init}")
         if kda.output_gate == "full":
-            self.g_proj = column_parallel(config, hidden, width)
+            self.g_proj = spec.column_parallel_linear(config, hidden, width)
         else:
-            self.g_a_proj = ReplicatedLinear(config, hidden, kda.head_dim)
-            self.g_b_proj = column_parallel(config, kda.head_dim, width)
+            self.g_a_proj = spec.linear(config, hidden, kda.head_dim)
+            self.g_b_proj = spec.column_parallel_linear(config, kda.head_dim, width)
         self.o_norm = torch.nn.Parameter(torch.empty(kda.head_dim, dtype=torch.float32))
         self.o_norm.k3_init = "ones"
         mark_replicated(self.o_norm, config)
-        self.o_proj = row_parallel(config, width, hidden)
+        self.o_proj = spec.row_parallel_linear(config, width, hidden)
 
     def _channels(self, name: str, shape: tuple[int, ...], init: str) -> None:
         """A tensor-parallel fp32 parameter cut along its channels or heads."""

@@ -5,12 +5,9 @@ from __future__ import annotations
 import torch
 from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
 
-from k3train.model.experts import LatentExperts
 from k3train.model.ffn import SharedExperts
-from k3train.model.norm import RMSNorm
 from k3train.model.router import QuantileBalancingRouter
 from k3train.model.transformer_config import K3TransformerConfig
-from k3train.parallel.regions import ReplicatedLinear
 
 
 class StableLatentMoE(MoELayer):
@@ -21,13 +18,14 @@ class StableLatentMoE(MoELayer):
     """
 
     def __init__(self, config: K3TransformerConfig, layer_number: int, is_mtp_layer: bool = False) -> None:
-        submodules = MoESubmodules(experts=LatentExperts, shared_experts=SharedExperts, router=QuantileBalancingRouter)
+        spec = config.spec
+        submodules = MoESubmodules(experts=spec.experts, shared_experts=SharedExperts, router=QuantileBalancingRouter)
         super().__init__(config, submodules=submodules, layer_number=layer_number, is_mtp_layer=is_mtp_layer)
         self.set_layer_number(layer_number)
         latent = config.k3.moe.latent_size
-        self.latent_down = ReplicatedLinear(config, config.hidden_size, latent) if latent else None
-        self.latent_norm = RMSNorm(config, latent or config.hidden_size) if config.k3.moe.latent_norm else None
-        self.latent_up = ReplicatedLinear(config, latent, config.hidden_size) if latent else None
+        self.latent_down = spec.linear(config, config.hidden_size, latent) if latent else None
+        self.latent_norm = spec.norm(config, latent or config.hidden_size) if config.k3.moe.latent_norm else None
+        self.latent_up = spec.linear(config, latent, config.hidden_size) if latent else None
 
     def preprocess(
         self, hidden_states: torch.Tensor, probs: torch.Tensor, routing_map: torch.Tensor

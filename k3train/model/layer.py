@@ -10,7 +10,6 @@ from k3train.model.ffn import GatedFFN
 from k3train.model.gated_mla import GatedMLA
 from k3train.model.kda import KimiDeltaAttention
 from k3train.model.latent_moe import StableLatentMoE
-from k3train.model.norm import RMSNorm
 from k3train.model.packing import Packing
 from k3train.model.state import LayerState
 from k3train.model.transformer_config import K3TransformerConfig
@@ -39,8 +38,8 @@ class K3Layer(MegatronModule):
         self.layer_number = index + 1
         self.residual_over_depth = attention_residual
         self.opens_block = attention_residual and index % config.k3.attention_residual.block_size == 0
-        self.input_norm = RMSNorm(config, config.hidden_size)
-        self.post_attention_norm = RMSNorm(config, config.hidden_size)
+        self.input_norm = config.spec.norm(config, config.hidden_size)
+        self.post_attention_norm = config.spec.norm(config, config.hidden_size)
         self.mixer = GatedMLA(config) if full_attention else KimiDeltaAttention(config)
         if moe:
             self.moe = StableLatentMoE(config, self.layer_number, is_mtp_layer)

@@ -8,7 +8,6 @@ import torch
 from megatron.core import tensor_parallel
 from megatron.core.enums import ModelType
 from megatron.core.models.common.language_module.language_module import LanguageModule
-from megatron.core.tensor_parallel import VocabParallelEmbedding
 from megatron.core.transformer.module import MegatronModule
 
 from k3train.errors import UserError
@@ -17,7 +16,7 @@ from k3train.model.mtp import MultiTokenPrediction, mtp_targets
 from k3train.model.packing import Packing
 from k3train.model.state import StateView
 from k3train.model.transformer_config import K3TransformerConfig
-from k3train.parallel.regions import column_parallel, enter, no_init
+from k3train.parallel.regions import enter, no_init
 from k3train.parallel.stages import StageContents
 
 
@@ -68,7 +67,7 @@ class K3Model(LanguageModule):
         rows = padded_vocab_size(model.vocab_size, model.vocab_padding_multiple, config.tensor_model_parallel_size)
         self.padded_rows = rows - model.vocab_size
         if contents.embedding or contents.mtp:
-            self.embedding = VocabParallelEmbedding(
+            self.embedding = config.spec.word_embeddings(
                 rows,
                 config.hidden_size,
                 init_method=no_init,
@@ -81,7 +80,7 @@ class K3Model(LanguageModule):
         if contents.mtp:
             self.mtp = MultiTokenPrediction(config)
         if contents.head:
-            self.output_layer = column_parallel(config, config.hidden_size, rows)
+            self.output_layer = config.spec.output_layer(config, config.hidden_size, rows)
             self.output_layer.weight.is_embedding_or_output_parameter = True
 
     def _mark_embedding(self, weight: torch.nn.Parameter) -> None:

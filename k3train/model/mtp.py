@@ -11,10 +11,8 @@ import torch
 from megatron.core.transformer.module import MegatronModule
 
 from k3train.model.layer import K3Layer
-from k3train.model.norm import RMSNorm
 from k3train.model.packing import Packing
 from k3train.model.transformer_config import K3TransformerConfig
-from k3train.parallel.regions import ReplicatedLinear
 
 
 class MultiTokenPrediction(MegatronModule):
@@ -22,10 +20,10 @@ class MultiTokenPrediction(MegatronModule):
 
     def __init__(self, config: K3TransformerConfig) -> None:
         super().__init__(config)
-        hidden = config.hidden_size
-        self.feature_norm = RMSNorm(config, hidden)
-        self.embedding_norm = RMSNorm(config, hidden)
-        self.join_proj = ReplicatedLinear(config, 2 * hidden, hidden)
+        hidden, spec = config.hidden_size, config.spec
+        self.feature_norm = spec.norm(config, hidden)
+        self.embedding_norm = spec.norm(config, hidden)
+        self.join_proj = spec.linear(config, 2 * hidden, hidden)
         self.layer = K3Layer(
             config,
             config.num_layers,
@@ -34,7 +32,7 @@ class MultiTokenPrediction(MegatronModule):
             attention_residual=False,
             is_mtp_layer=True,
         )
-        self.final_norm = RMSNorm(config, hidden)
+        self.final_norm = spec.norm(config, hidden)
 
     @property
     def layers(self) -> list[torch.nn.Module]:

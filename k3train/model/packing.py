@@ -30,11 +30,19 @@ class Packing:
         self.cu_seqlens = torch.cat([first, end])
         self.single = len(first) == batch
         self._mask: torch.Tensor | None = None
+        self._lengths: list[int] | None = None
 
     @staticmethod
     def whole_rows(batch: int, length: int, device: torch.device | str = "cpu") -> Packing:
         """One document a row."""
         return Packing(torch.zeros(batch, length, dtype=torch.int32, device=device))
+
+    @property
+    def lengths(self) -> list[int]:
+        """Tokens of every document, row after row. Waits for the device the first time."""
+        if self._lengths is None:
+            self._lengths = self.cu_seqlens.diff().tolist()
+        return self._lengths
 
     def padding_shard(self, config: TransformerConfig) -> torch.Tensor | None:
         """This tensor-parallel rank's part of `padding`, [b, s / TP]: the tokens that its router sees."""

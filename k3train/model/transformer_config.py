@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -11,6 +12,9 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from k3train.config.model import ModelConfig
 from k3train.config.schema import ParallelConfig
 
+if TYPE_CHECKING:
+    from k3train.model.spec import K3Submodules
+
 
 @dataclass
 class K3TransformerConfig(TransformerConfig):
@@ -18,7 +22,15 @@ class K3TransformerConfig(TransformerConfig):
 
     k3: ModelConfig = field(default_factory=ModelConfig)
     update_router_bias: bool = True
-    linear: str = "local"  # local | te: whose tensor-parallel linear layers are built
+    spec: K3Submodules | None = None  # the layers K3 is built from; None: those that `transformer_impl` names
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.spec is None:
+            # The layers read this config's type, so they are imported after it.
+            from k3train.model.spec import k3_submodules
+
+            self.spec = k3_submodules("te" if self.transformer_impl == "transformer_engine" else "local")
 
 
 def params_dtype(precision: str) -> torch.dtype:
@@ -32,7 +44,7 @@ def build_transformer_config(
     precision: str = "fp32",
     device: str = "cpu",
     update_router_bias: bool = True,
-    linear: str = "local",
+    transformer_impl: str = "local",
 ) -> K3TransformerConfig:
     """Translate the model and parallel sections.
 
@@ -47,7 +59,6 @@ def build_transformer_config(
     return K3TransformerConfig(
         k3=model,
         update_router_bias=update_router_bias,
-        linear=linear,
         num_layers=model.num_layers,
         hidden_size=model.hidden_size,
         num_attention_heads=model.mla.num_heads,
@@ -88,5 +99,5 @@ def build_transformer_config(
         use_cpu_initialization=device == "cpu",
         gradient_accumulation_fusion=False,
         masked_softmax_fusion=False,
-        transformer_impl="local",
+        transformer_impl="transformer_engine" if transformer_impl == "te" else "local",
     )

@@ -18,8 +18,6 @@ from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attri
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from k3train.parallel.te_linear import te_linear
-
 
 def no_init(weight: torch.Tensor) -> None:
     """Weights are drawn later, independently of the layout (see `k3train.model.init`)."""
@@ -40,39 +38,42 @@ def gathered_config(config: TransformerConfig) -> TransformerConfig:
     return inside
 
 
-def column_parallel(config: TransformerConfig, input_size: int, output_size: int) -> torch.nn.Module:
-    """A bias-free projection [s, b, input] -> [s, b, output / TP] of an input that went through `enter`.
+class ColumnParallel(ColumnParallelLinear):
+    """A bias-free projection [s, b, input] -> [s, b, output / TP] of an input that went through `enter`."""
 
-    Transformer Engine's where `config.linear` says te, else Megatron-Core's local one.
-    """
-    if config.linear == "te":
-        return te_linear(config, input_size, output_size, cut=0)
-    return ColumnParallelLinear(
-        input_size,
-        output_size,
-        config=gathered_config(config),
-        init_method=no_init,
-        bias=False,
-        gather_output=False,
-        disable_grad_reduce=True,
-        tp_group=parallel_state.get_tensor_model_parallel_group(),
-    )
+    # Megatron-Core stores an empty state beside the weight, which Transformer Engine's layers would not read.
+    get_extra_state = torch.nn.Module.get_extra_state
+
+    def __init__(self, config: TransformerConfig, input_size: int, output_size: int) -> None:
+        super().__init__(
+            input_size,
+            output_size,
+            config=gathered_config(config),
+            init_method=no_init,
+            bias=False,
+            gather_output=False,
+            disable_grad_reduce=True,
+            tp_group=parallel_state.get_tensor_model_parallel_group(),
+        )
 
 
-def row_parallel(config: TransformerConfig, input_size: int, output_size: int) -> torch.nn.Module:
+class RowParallel(RowParallelLinear):
     """A bias-free projection [s, b, input / TP] -> [s / TP, b, output] that sums over the group."""
-    if config.linear == "te":
-        return te_linear(config, input_size, output_size, cut=1)
-    return RowParallelLinear(
-        input_size,
-        output_size,
-        config=config,
-        init_method=no_init,
-        bias=False,
-        input_is_parallel=True,
-        skip_bias_add=False,
-        tp_group=parallel_state.get_tensor_model_parallel_group(),
-    )
+
+    # Megatron-Core stores an empty state beside the weight, which Transformer Engine's layers would not read.
+    get_extra_state = torch.nn.Module.get_extra_state
+
+    def __init__(self, config: TransformerConfig, input_size: int, output_size: int) -> None:
+        super().__init__(
+            input_size,
+            output_size,
+            config=config,
+            init_method=no_init,
+            bias=False,
+            input_is_parallel=True,
+            skip_bias_add=False,
+            tp_group=parallel_state.get_tensor_model_parallel_group(),
+        )
 
 
 def mark_replicated(parameter: torch.nn.Parameter, config: TransformerConfig) -> torch.nn.Parameter:

@@ -11,11 +11,12 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
+from k3train.config.implementation import resolve_transformer_impl
 from k3train.config.parameters import parameter_count
 from k3train.config.schema import RecipeConfig
 from k3train.model.experts import use_grouped_matmul
+from k3train.model.spec import attention_path
 from k3train.parallel.balance import LayerBalance
-from k3train.parallel.te_linear import resolve_linear
 from k3train.platform import Platform
 from k3train.telemetry.flops import model_flops_per_token, peak_flops
 
@@ -106,12 +107,13 @@ def paths_taken(config: RecipeConfig, here: Platform) -> dict[str, str]:
     model = config.model
     probe = torch.empty(0, dtype=torch.bfloat16 if config.train.precision == "bf16" else torch.float32)
     probe = probe.to(here.device)
+    implementation = resolve_transformer_impl(config.parallel.transformer_impl, here.kind, config.train.precision)
     paths = {
         "platform": f"{here.kind}+{here.backend}",
         "kernels": model.kernels,
         "kda": resolve_backend(model.kda_backend(), here.device),
-        "attention": "torch sdpa, fp32" if here.kind == "cpu" else f"torch sdpa, output in {config.train.precision}",
-        "linear": resolve_linear(config.parallel.linear, here.kind),
+        "transformer_impl": implementation,
+        "attention": attention_path(implementation, here.kind, config.train.precision),
     }
     if model.moe.num_experts:
         paths["dispatch"] = model.moe.dispatcher

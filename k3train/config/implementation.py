@@ -1,0 +1,28 @@
+"""Whether Transformer Engine's layers or the local ones serve a run."""
+
+from __future__ import annotations
+
+import importlib.util
+
+from k3train.errors import UserError
+
+
+def resolve_transformer_impl(asked: str, device_kind: str, precision: str) -> str:
+    """`parallel.transformer_impl` (auto, local, te) to `local` or `te`.
+
+    `auto` is Transformer Engine on CUDA in bf16, where it is installed. In fp32 it is local: Transformer Engine
+    multiplies fp32 matrices in TF32, and has no fused attention for them.
+
+    Raises:
+        UserError: Transformer Engine is asked for and is not installed, or there is no CUDA device.
+    """
+    installed = importlib.util.find_spec("transformer_engine") is not None
+    if asked == "te" and (device_kind != "cuda" or not installed):
+        lacking = "transformer-engine is not installed" if device_kind == "cuda" else "this run is on the CPU"
+        raise UserError(
+            f"parallel.transformer_impl=te needs a CUDA device and the package transformer-engine, but {lacking}; "
+            "allowed here: auto, local; try parallel.transformer_impl=auto"
+        )
+    if asked == "auto":
+        return "te" if device_kind == "cuda" and precision == "bf16" and installed else "local"
+    return asked
