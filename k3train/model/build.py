@@ -60,7 +60,7 @@ def build_chunks(
         config.parallel,
         config.train.precision,
         kind,
-        config.stage.update_router_bias,
+        config.stage.moves_router_bias,
         resolve_linear(config.parallel.linear, kind),
     )
     if kind == "cuda":

@@ -7,8 +7,8 @@ experts.
 Logarithmic bins are centred on each expert's own bias. Once the load is even the required bias *is* the bias (a
 token's cutoff is some expert's biased score), so that is where resolution is needed: a bin at distance d from the bias
 is about ``d / bins_per_octave`` wide, hence each update leaves a small share of the last one's error. They need no
-state beyond the bias. Distances are cut by the bits of their fp32 form, as floating-point numbers are themselves spaced,
-so that every device finds the same bin.
+state beyond the bias. Distances are cut by the bits of their fp32 form, as floating-point numbers are themselves
+spaced, so that every device finds the same bin.
 """
 
 from typing import NamedTuple

@@ -44,7 +44,7 @@ def select_and_count_kernel(
     score = tl.load(scores + token * num_experts + expert, mask=valid, other=0.0)
     own_bias = tl.load(bias + expert, mask=valid, other=0.0)
     biased = score + own_bias
-    # NaN counts as the greatest, as in torch.topk: no comparison holds for it, and an index must come out of each round.
+    # NaN counts as the greatest, as in torch.topk: each round has to find an index, and no comparison holds for NaN.
     biased = tl.where(biased != biased, float("inf"), biased)
     left = tl.where(valid, biased, float("-inf"))
     for rank in range(k):
