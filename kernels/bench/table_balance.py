@@ -4,7 +4,7 @@
     python kernels/bench/table_balance.py --drift 50            # one batch a step from a router that drifts
     python kernels/bench/table_balance.py --only wide --updates 10
 
-Max violation is the largest load / the mean load - 1 of the routing under the bias that the updates before it set. Every
+Max violation is the largest load over the mean load, minus 1, under the bias that the updates before it set. Every
 rule begins at a bias of zero. Tables are printed in Markdown.
 """
 
