@@ -8,7 +8,7 @@ from k3train.config.schema import RecipeConfig
 
 # Scores of the global batch that the exact estimator may gather on a rank, all of its layers together.
 MOST_GATHERED_BYTES = 2**30
-LEAST_LOG_BINS = 64
+LEAST_LOG_BINS = 64  # k3kernels.quantile_balancing.spacing.LEAST_BINS
 _DEFAULTS = MoEConfig()
 
 

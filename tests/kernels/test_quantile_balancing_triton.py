@@ -22,7 +22,7 @@ from k3kernels.quantile_balancing import select_and_count
 
 generator = torch.Generator().manual_seed(0)
 compared = 0
-for tokens, experts, k, bins in ((5, 7, 3, 50), (3, 16, 4, 1000), (4, 2, 1, 4), (2, 20, 19, 33), (1, 896, 2, 1000)):
+for tokens, experts, k, bins in ((5, 7, 3, 64), (3, 16, 4, 1000), (4, 2, 1, 99), (2, 20, 19, 65), (1, 896, 2, 1000)):
     for kind in ("random", "ties", "alike", "nan"):
         scores = torch.rand(tokens, experts, generator=generator)
         if kind == "ties":

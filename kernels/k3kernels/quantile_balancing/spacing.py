@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 SPACINGS = ("uniform", "log")
+LEAST_BINS = 64
 _MANTISSA_BITS = 23
 # Octaves of distance that the bins on one side have to span at the least; below them bins are even.
 _LEAST_OCTAVES = 14
@@ -39,17 +40,15 @@ def log_bins(bounds: tuple[Tensor, Tensor], num_bins: int) -> LogBins:
     """Bins for biases and scores within ``bounds`` (low, high), tensors [...]; the outermost end at ``high - low``.
 
     Raises:
-        ValueError: fewer than 4 bins.
+        ValueError: fewer than LEAST_BINS bins.
     """
-    if num_bins < 4:
-        raise ValueError(f"num_bins is {num_bins}; logarithmic bins need at least 4, two on either side.")
+    if num_bins < LEAST_BINS:
+        raise ValueError(f"num_bins is {num_bins}; logarithmic bins need at least {LEAST_BINS}.")
     half = num_bins // 2
-    bits_per_octave = max(0, (half // _LEAST_OCTAVES).bit_length() - 1)
+    bits_per_octave = (half // _LEAST_OCTAVES).bit_length() - 1
     shift = _MANTISSA_BITS - bits_per_octave
     reach = (bounds[1] - bounds[0]).to(torch.float32).contiguous()
-    # No more than 2^6 octaves: the offset must stay a normal number.
-    span = min(half << shift, 64 << _MANTISSA_BITS)
-    return LogBins(reach.view(torch.int32) - span, shift, half)
+    return LogBins(reach.view(torch.int32) - (half << shift), shift, half)
 
 
 def log_bin_index(distance: Tensor, bins: LogBins) -> Tensor:
