@@ -134,7 +134,7 @@ def test_log_bins_find_the_fixed_point_of_near_identical_tokens_that_even_bins_c
 
     assert violation("uniform", 0) == violation("log", 0) == 15.0  # four experts take every token
     assert violation("uniform", 8) > 3
-    assert violation("log", 6) < 0.05
+    assert violation("log", 6) < 0.15
 
 
 def test_layers_with_their_own_centres_are_read_off_together() -> None:
