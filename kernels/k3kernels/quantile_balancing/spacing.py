@@ -53,10 +53,11 @@ def log_bins(bounds: tuple[Tensor, Tensor], num_bins: int) -> LogBins:
 
 def log_bin_index(distance: Tensor, bins: LogBins) -> Tensor:
     """The bin, int32, of signed fp32 distances from the centre; whatever lies outside, or NaN, is in an edge bin."""
+    below = distance.view(torch.int32) >> 31  # -1 left of the centre, 0 right of it
     # Subtracting in int32 cannot overflow: both are bits of positive numbers.
     index = (distance.abs() + bins.offset).view(torch.int32).sub_(bins.base).bitwise_right_shift_(bins.shift)
-    index.clamp_(0, bins.half - 1)
-    return torch.where(distance < 0, bins.half - 1 - index, bins.half + index)
+    # ~i is -1 - i: the mirrored bin.
+    return index.clamp_(0, bins.half - 1).bitwise_xor_(below).add_(bins.half)
 
 
 def log_bin_edges(index: Tensor, bins: LogBins) -> tuple[Tensor, Tensor]:
