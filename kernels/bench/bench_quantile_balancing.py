@@ -34,16 +34,20 @@ def device_name(device: torch.device) -> str:
 
 
 def medians(functions: dict[str, Callable[[], object]], rounds: int, device: torch.device) -> dict[str, float]:
-    """Median milliseconds of each function; they take turns in each round, the first of which is not counted."""
+    """Median milliseconds of each function; they take turns in each round, the first of which is not counted.
+
+    On a CPU the time is the process's own, so that other programs on the machine count less.
+    """
+    clock = time.perf_counter if device.type == "cuda" else time.process_time
     times: dict[str, list[float]] = {name: [] for name in functions}
     for round_index in range(rounds + 1):
         for name, function in functions.items():
-            start = time.perf_counter()
+            start = clock()
             function()
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
             if round_index:
-                times[name].append((time.perf_counter() - start) * 1e3)
+                times[name].append((clock() - start) * 1e3)
     return {name: statistics.median(samples) for name, samples in times.items()}
 
 
