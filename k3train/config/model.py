@@ -61,9 +61,13 @@ class MoEConfig:
     renormalize: bool = True  # mixture weights of the chosen experts sum to routed_scaling_factor (if top_k > 1)
     routed_scaling_factor: float = 1.0
     weight_placement: str = "after_w2"  # after_w2 (released code) | before_w2 (Megatron)
-    balancing: str = "quantile"  # quantile | sign | none
-    quantile_estimator: str = "report"  # report | order_statistic
-    quantile_bins: int = 1000
+    # quantile (K3) | sign (DeepSeek-V3) | megatron (Megatron-Core's quantile per micro-batch, on logits) | none
+    balancing: str = "quantile"
+    quantile_estimator: str = "report"  # report | order_statistic | exact (sorts all margins: small runs)
+    quantile_spacing: str = "uniform"  # bins: uniform (report) | log (dense around each expert's present bias)
+    quantile_bins: int = 1000  # per expert
+    # Times a step finds cutoffs and biases in turn; K3: 1. More keep the step's scores on every rank, in fp32.
+    quantile_alternations: int = 1
     quantile_ema: float = 0.0  # weight of the previous bias; UNKNOWN for K3, 0 overwrites
     sign_rate: float = 1e-3  # step of the sign rule, when selected
     dispatcher: str = "alltoall"  # alltoall | allgather

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from k3train.config.rules import check_choice, check_range, refuse, value_at
+from k3train.config.rules_balancing import check_balancing
 from k3train.config.schema import RecipeConfig
 
 CHOICES = {
@@ -15,8 +16,9 @@ CHOICES = {
     "model.kda.dt_bias_init": ("inverse_softplus", "zero"),
     "model.attention_residual.query_init": ("zero", "normal"),
     "model.moe.weight_placement": ("after_w2", "before_w2"),
-    "model.moe.balancing": ("quantile", "sign", "none"),
-    "model.moe.quantile_estimator": ("report", "order_statistic"),
+    "model.moe.balancing": ("quantile", "sign", "megatron", "none"),
+    "model.moe.quantile_estimator": ("report", "order_statistic", "exact"),
+    "model.moe.quantile_spacing": ("uniform", "log"),
     "model.moe.dispatcher": ("alltoall", "allgather"),
     "model.mtp.mixer": ("mla", "kda"),
 }
@@ -83,7 +85,7 @@ def check_model(config: RecipeConfig) -> None:
     _check_decay(config)
     if config.model.moe.num_experts != 0:
         _check_experts(config)
-        _check_balancing(config)
+        check_balancing(config)
 
 
 def _check_full_attention_layers(config: RecipeConfig) -> None:
@@ -141,22 +143,3 @@ def _check_experts(config: RecipeConfig) -> None:
             f"null or 1 to {model.hidden_size}",
             f"model.moe.latent_size={max(1, model.hidden_size // 2)}",
         )
-
-
-def _check_balancing(config: RecipeConfig) -> None:
-    """A setting that the chosen balancing would ignore is refused rather than ignored."""
-    moe = config.model.moe
-    check_range(config, "model.moe.quantile_bins", 1000, least=2)
-    check_range(config, "model.moe.quantile_ema", 0.0, least=0.0, below=1.0)
-    for key, default, owner in (
-        ("model.moe.quantile_ema", 0.0, "quantile"),
-        ("model.moe.sign_rate", 1e-3, "sign"),
-    ):
-        if value_at(config, key) != default and moe.balancing != owner:
-            raise refuse(
-                config,
-                key,
-                f"has no effect with model.moe.balancing={moe.balancing}",
-                f"{default:g} (its default) unless model.moe.balancing={owner}",
-                f"model.moe.balancing={owner} or {key}={default:g}",
-            )

@@ -72,7 +72,13 @@ class StageConfig:
     """What is trained for."""
 
     name: str = "pretrain"
-    update_router_bias: bool = True  # Quantile Balancing moves the bias; off after pretraining
+    # Whether balancing moves the router's bias; null: in pretraining alone.
+    update_router_bias: bool | None = None
+
+    @property
+    def moves_router_bias(self) -> bool:
+        """`update_router_bias`, with its default resolved."""
+        return self.name == "pretrain" if self.update_router_bias is None else self.update_router_bias
 
 
 @dataclass

@@ -60,7 +60,7 @@ def build_chunks(
         config.parallel,
         config.train.precision,
         kind,
-        config.stage.update_router_bias,
+        config.stage.moves_router_bias,
         resolve_transformer_impl(config.parallel.transformer_impl, kind, config.train.precision),
     )
     if kind == "cuda":

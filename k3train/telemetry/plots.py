@@ -85,14 +85,18 @@ class ExpertLoad:
     load: np.ndarray  # [layers, experts]; 1 is a perfectly balanced expert, 0 a dead one; NaN pads short layers
     first_step: int
     last_step: int
+    dead_fraction: np.ndarray  # [layers], of the last step; NaN where it was not recorded
+    bias_spread: np.ndarray  # [layers], greatest minus smallest selection bias after the last step
 
 
 def load_experts(run_dir: Path) -> ExpertLoad | None:
     """Add up the last EXPERT_RECORDS records of tokens_per_expert; None where a run has none."""
     records: list[tuple[int, dict[str, list[float]]]] = []
+    balance: dict[str, dict[str, float]] = {}
     for record in read_metrics(run_dir, "train"):
         if record.get("tokens_per_expert"):
             records = [*records, (record["step"], record["tokens_per_expert"])][-EXPERT_RECORDS:]
+            balance = record.get("balance") or {}
     if not records:
         return None
     layers = sorted({int(layer) for _, counts in records for layer in counts})
@@ -102,7 +106,13 @@ def load_experts(run_dir: Path) -> ExpertLoad | None:
         rows = [np.array(counts[str(layer)], dtype=float) for _, counts in records if str(layer) in counts]
         total = np.sum([row for row in rows if len(row) == len(rows[-1])], axis=0)
         load[index, : len(total)] = total / total.mean() if total.sum() > 0 else 0.0
-    return ExpertLoad(layers, load, records[0][0], records[-1][0])
+
+    def per_layer(name: str) -> np.ndarray:
+        values = balance.get(name) or {}
+        return np.array([_number(values.get(str(layer))) for layer in layers])
+
+    dead, spread = per_layer("dead_fraction"), per_layer("bias_spread")
+    return ExpertLoad(layers, load, records[0][0], records[-1][0], dead, spread)
 
 
 def smooth(values: np.ndarray, window: int) -> np.ndarray:
@@ -184,18 +194,26 @@ def curves_figure(curves: Curves, title: str) -> Figure:
 
 
 def experts_figure(experts: ExpertLoad, title: str) -> Figure:
-    """The layer x expert map of `experts.png`, with each layer's greatest load beside it."""
+    """The layer x expert map of `experts.png`; beside it each layer's greatest load, dead experts and bias spread."""
     from matplotlib.colors import ListedColormap, TwoSlopeNorm
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
 
     layers = len(experts.layers)
-    figure = Figure(figsize=(12, min(12.0, max(4.5, 2.6 + 0.3 * layers))), dpi=100, layout="constrained")
+    figure = Figure(figsize=(14, min(12.0, max(4.5, 2.6 + 0.3 * layers))), dpi=100, layout="constrained")
     figure.get_layout_engine().set(w_pad=0.1, h_pad=0.1)
-    grid = figure.add_gridspec(1, 2, width_ratios=(5, 1))
+    grid = figure.add_gridspec(1, 4, width_ratios=(5, 1, 1, 1))
     heat = figure.add_subplot(grid[0, 0])
-    side = figure.add_subplot(grid[0, 1], sharey=heat)
     figure.suptitle(title, fontsize=14, x=0.01, ha="left")
+
+    last = f"step {experts.last_step}"
+    bars = (
+        ("greatest load", "max / mean", np.nanmax(experts.load, axis=1), 1.0),
+        ("dead experts", f"% at {last}", 100 * experts.dead_fraction, None),
+        ("bias spread", f"max - min at {last}", experts.bias_spread, None),
+    )
+    for column, (title, unit, values, mark) in enumerate(bars, start=1):
+        _draw_bars(figure.add_subplot(grid[0, column], sharey=heat), title, unit, values, mark)
 
     dead = experts.load == 0
     finite = experts.load[np.isfinite(experts.load)]
@@ -237,17 +255,18 @@ def experts_figure(experts: ExpertLoad, title: str) -> Figure:
         extend="max" if finite.max() > top else "neither",
         pad=0.01,
     )
-
-    _draw_greatest_load(side, experts.load)
     return figure
 
 
-def _draw_greatest_load(axes: Axes, load: np.ndarray) -> None:
-    axes.barh(range(len(load)), np.nanmax(load, axis=1), color=_BLUE, height=0.7)
-    axes.axvline(1.0, color=_GREY, linewidth=1)
-    axes.set_title("greatest load", loc="left", fontsize=12)
-    axes.set_xlabel("max / mean", fontsize=11)
-    axes.tick_params(labelleft=False)
+def _draw_bars(axes: Axes, title: str, unit: str, values: np.ndarray, mark: float | None) -> None:
+    """One number a layer, with the map's layer numbers at its bars."""
+    axes.barh(range(len(values)), np.nan_to_num(values), color=_BLUE, height=0.7)
+    axes.set_xlim(left=0)
+    if mark is not None:
+        axes.axvline(mark, color=_GREY, linewidth=1)
+    axes.set_title(title, loc="left", fontsize=12)
+    axes.set_xlabel(unit, fontsize=11)
+    axes.tick_params(labelleft=True, labelsize=9)
     for spine in ("top", "right"):
         axes.spines[spine].set_visible(False)
 

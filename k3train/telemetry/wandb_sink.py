@@ -14,6 +14,7 @@ from urllib.parse import urlparse
 from k3train.config.schema import WandbConfig
 from k3train.errors import UserError
 from k3train.telemetry.console import worst_layer
+from k3train.telemetry.load_map import wandb_load
 
 RUN_ID_FILE = "wandb_run_id"
 MODES = ("auto", "online", "offline", "disabled")
@@ -175,7 +176,9 @@ class WandbSink:
             self._guard(
                 "record the paths taken", lambda: self._run.config.update({"paths": paths}, allow_val_change=True)
             )
-        self._log(step, panel_metrics(metrics, kind))
+        loads = metrics.get("tokens_per_expert")
+        pictures = self._guard("draw the experts' load", lambda: wandb_load(loads)) if loads else None
+        self._log(step, {**panel_metrics(metrics, kind), **(pictures or {})})
 
     def event(self, step: int, text: str, level: str) -> None:
         """Send an event's text at the step where it happened."""

@@ -103,6 +103,7 @@ class Throughput:
 def paths_taken(config: RecipeConfig, here: Platform) -> dict[str, str]:
     """Which implementation serves each part on this device."""
     from k3kernels.kda import resolve_backend
+    from k3kernels.quantile_balancing import resolve_backend as resolve_routing
 
     model = config.model
     probe = torch.empty(0, dtype=torch.bfloat16 if config.train.precision == "bf16" else torch.float32)
@@ -117,6 +118,9 @@ def paths_taken(config: RecipeConfig, here: Platform) -> dict[str, str]:
     }
     if model.moe.num_experts:
         paths["dispatch"] = model.moe.dispatcher
+        # Megatron-Core's rule has its own selection.
+        fused = model.moe.balancing != "megatron" and resolve_routing("auto", here.device) == "triton"
+        paths["routing"] = "fused top-k and histogram (triton)" if fused else "torch"
         latent = model.moe.latent_size or model.hidden_size
         width = model.moe.expert_hidden_size // config.parallel.expert_tensor
         paths["experts"] = "grouped_mm" if use_grouped_matmul(probe, latent, width) else "loop"

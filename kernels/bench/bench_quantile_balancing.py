@@ -1,9 +1,11 @@
-"""Time of a Quantile Balancing update by histogram against sorting the margins, and how close the two come.
+"""Time of one balancing update by every rule that sorts or counts, on the same scores in one run.
 
     python kernels/bench/bench_quantile_balancing.py --device cpu --tokens 8192 --experts 896 --top-k 16
 
-Both start from the same top-(k+1) selection, which the router needs anyway and which is timed apart. All rows are
-medians of interleaved rounds of one run; the ratio is against the sort.
+An update is the top-(k+1) selection, which routing needs anyway, and what the rule does with it: integer counts and a
+read-off (even or logarithmic bins), Megatron-Core's quantile per micro-batch (`qb_dual_update`), or a sort of all
+margins. Rows are medians of interleaved rounds; the ratio is of what comes on top of the selection.
+How even the load becomes is in table_balance.py.
 """
 
 import argparse
@@ -14,14 +16,13 @@ from collections.abc import Callable
 
 import torch
 from k3kernels.quantile_balancing import (
-    centre,
     exact_bias,
     histogram_bounds,
-    max_violation,
     read_off,
-    required_bias_histogram,
+    select_and_count,
     topk_with_cutoff,
 )
+from megatron.core.transformer.moe.moe_utils import qb_dual_update
 from torch import Tensor
 
 
@@ -33,72 +34,59 @@ def device_name(device: torch.device) -> str:
 
 
 def medians(functions: dict[str, Callable[[], object]], rounds: int, device: torch.device) -> dict[str, float]:
-    """Median milliseconds of each function; they take turns in each round, the first of which is not counted."""
+    """Median milliseconds of each function; they take turns in each round, the first of which is not counted.
+
+    On a CPU the time is the process's own, so that other programs on the machine count less.
+    """
+    clock = time.perf_counter if device.type == "cuda" else time.process_time
     times: dict[str, list[float]] = {name: [] for name in functions}
     for round_index in range(rounds + 1):
         for name, function in functions.items():
-            start = time.perf_counter()
+            start = clock()
             function()
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
             if round_index:
-                times[name].append((time.perf_counter() - start) * 1e3)
+                times[name].append((clock() - start) * 1e3)
     return {name: statistics.median(samples) for name, samples in times.items()}
 
 
-def sort_margins(scores: Tensor, cutoff: Tensor, k: int) -> Tensor:
-    """The exact update given the cutoffs: what the histogram replaces."""
-    rank = scores.shape[0] * k // scores.shape[1]
-    return -torch.sort(scores.t() - cutoff, dim=-1, descending=True).values[:, rank]
+def counting(scores: Tensor, bias: Tensor, k: int, num_bins: int, spacing: str) -> Tensor:
+    """Quantile Balancing by histogram."""
+    counts = torch.zeros(bias.numel(), num_bins, dtype=torch.int32, device=scores.device)
+    select_and_count(scores, bias, k, counts, spacing=spacing)
+    around = bias if spacing == "log" else None
+    return read_off(counts, histogram_bounds(bias), k, "order_statistic", around)
+
+
+def divisible(tokens: int, experts: int, k: int) -> int:
+    """The most tokens whose fair load is an integer, which Megatron-Core's rule asks for."""
+    while tokens * k % experts:
+        tokens -= 1
+    return tokens
 
 
 def print_times(scores: Tensor, k: int, num_bins: int, rounds: int) -> None:
-    """Print the time of the selection, the histogram, the read-off and the sort."""
+    """Print the time of a whole update by each rule, and of its part beyond the selection."""
     bias = torch.zeros(scores.shape[1], device=scores.device)
-    _, cutoff = topk_with_cutoff(scores, bias, k)
-    bounds = histogram_bounds(bias)
-    counts = required_bias_histogram(scores, cutoff, bounds, num_bins)
-    times = medians(
-        {
-            "top-(k+1) selection": lambda: topk_with_cutoff(scores, bias, k),
-            "histogram": lambda: required_bias_histogram(scores, cutoff, bounds, num_bins),
-            "read-off": lambda: read_off(counts, bounds, k),
-            "sort of the margins": lambda: sort_margins(scores, cutoff, k),
-        },
-        rounds,
-        scores.device,
-    )
-    for name, milliseconds in times.items():
-        print(f"{name:<22}{milliseconds:>9.2f} ms")
-    update = times["histogram"] + times["read-off"]
-    print(f"sort / (histogram + read-off) = {times['sort of the margins'] / update:.1f}")
-    print(f"counts {counts.nbytes / 1e6:.2f} MB, margins {scores.numel() * 4 / 1e6:.2f} MB")
-
-
-def print_balance(scores: Tensor, k: int, num_bins: int, updates: int) -> None:
-    """Print max violation after each update by both estimators and by the exact rule, on the same scores."""
-    num_experts = scores.shape[1]
-
-    def by_histogram(bias: Tensor, estimator: str) -> Tensor:
-        _, cutoff = topk_with_cutoff(scores, bias, k)
-        bounds = histogram_bounds(bias)
-        return read_off(required_bias_histogram(scores, cutoff, bounds, num_bins), bounds, k, estimator)
-
-    rules: dict[str, Callable[[Tensor], Tensor]] = {
-        "report": lambda bias: by_histogram(bias, "report"),
-        "order_statistic": lambda bias: by_histogram(bias, "order_statistic"),
-        "exact": lambda bias: exact_bias(scores, bias, k),
+    whole = scores[: divisible(*scores.shape, k)]
+    rules: dict[str, Callable[[], object]] = {
+        "selection alone": lambda: topk_with_cutoff(scores, bias, k),
+        "even bins": lambda: counting(scores, bias, k, num_bins, "uniform"),
+        "log bins": lambda: counting(scores, bias, k, num_bins, "log"),
+        "megatron": lambda: qb_dual_update(whole, k, bias),
+        "exact sort": lambda: exact_bias(scores, bias, k),
     }
-    print(f"max violation after update{'':>4}" + "".join(f"{i:>8}" for i in range(updates + 1)))
-    for name, rule in rules.items():
-        bias = torch.zeros(num_experts, device=scores.device)
-        row = []
-        for i in range(updates + 1):
-            indices, _ = topk_with_cutoff(scores, bias, k)
-            row.append(float(max_violation(torch.bincount(indices.flatten(), minlength=num_experts))))
-            if i < updates:
-                bias = centre(rule(bias))
-        print(f"{name:<30}" + "".join(f"{value:>8.3f}" for value in row))
+    times = medians(rules, rounds, scores.device)
+    selection = times["selection alone"]
+    base = times["even bins"] - selection
+    print(f"{'update':<18}{'ms':>10}{'beyond the selection':>24}{'against even bins':>20}")
+    for name, milliseconds in times.items():
+        beyond = milliseconds - selection
+        ratio = f"{beyond / base:>20.2f}" if name != "selection alone" and base > 0 else ""
+        print(f"{name:<18}{milliseconds:>10.1f}{beyond:>24.1f}{ratio}")
+    counts, margins = 4 * scores.shape[1] * num_bins, 4 * scores.numel()
+    print(f"counts {counts / 1e6:.2f} MB whatever the tokens, margins {margins / 1e6:.2f} MB for these")
 
 
 def main() -> None:
@@ -109,7 +97,6 @@ def main() -> None:
     parser.add_argument("--top-k", type=int, default=16)
     parser.add_argument("--num-bins", type=int, default=1000)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--updates", type=int, default=5)
     args = parser.parse_args()
     device = torch.device(args.device)
     generator = torch.Generator().manual_seed(0)
@@ -119,7 +106,6 @@ def main() -> None:
     shape = f"{args.tokens} tokens x {args.experts} experts, top-{args.top_k}, {args.num_bins} bins"
     print(f"{device_name(device)}, {shape}, {args.rounds} rounds")
     print_times(scores, args.top_k, args.num_bins, args.rounds)
-    print_balance(scores, args.top_k, args.num_bins, args.updates)
 
 
 if __name__ == "__main__":

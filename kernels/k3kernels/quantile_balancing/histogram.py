@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from k3kernels.quantile_balancing.selection import target_ranks
+from k3kernels.quantile_balancing.spacing import log_bin_edges, log_bin_index, log_bins
 
 # Elements handled at once, 12 bytes each: on a CPU a chunk and its bin indices stay in the cache.
 _CHUNK_ELEMENTS = {"cpu": 1 << 18, "cuda": 1 << 23}
@@ -34,8 +35,9 @@ def required_bias_histogram(
     padding_mask: Tensor | None = None,
     out: Tensor | None = None,
     out_of_range: Tensor | None = None,
+    centre: Tensor | None = None,
 ) -> Tensor:
-    """Count the required biases ``cutoff_i - scores_ij`` of every expert in uniform bins (K3 report App. D).
+    """Count the required biases ``cutoff_i - scores_ij`` of every expert in bins (K3 report App. D).
 
     Values outside the bounds count in the nearest edge bin; they can occur only when the bounds come from
     another bias than the cutoff does, or scores leave [0, 1]. Works in chunks of tokens, so the memory used
@@ -50,6 +52,8 @@ def required_bias_histogram(
         out: int32 or int64 [n_experts, num_bins]; the counts are added to it, in place.
         out_of_range: int64 scalar tensor; the number of (token, expert) values outside the bounds, or NaN, is
             added to it, in place.
+        centre: [n_experts], the bias that the bounds and cutoffs come from: logarithmic bins around it (see
+            :mod:`k3kernels.quantile_balancing.spacing`). None: the report's even bins.
 
     Returns:
         ``out``, or fresh int32 counts (a bin holds at most the tokens of one step, far below 2^31).
@@ -61,6 +65,7 @@ def required_bias_histogram(
     num_tokens, num_experts = scores.shape
     low, high = bounds
     bins_per_unit = num_bins / (high - low)
+    around = None if centre is None else log_bins(bounds, num_bins)
     if padding_mask is None:
         keep = counts.new_ones(()).expand(num_tokens)
     else:
@@ -74,9 +79,12 @@ def required_bias_histogram(
         if out_of_range is not None:
             # Written so that NaN counts as outside; no boolean indexing, which would make a GPU wait.
             out_of_range += (kept * ~((required >= low) & (required <= high))).sum()
-        # NaN has no bin, and as an index it would be out of bounds: it goes to the first one, so that the run can end
-        # on its loss, on every rank, rather than here on one.
-        bins = required.sub_(low).mul_(bins_per_unit).nan_to_num_(nan=0.0).clamp_(0, num_bins - 1)
+        if around is not None:
+            bins = log_bin_index(required.sub_(centre[:, None]), around)
+        else:
+            # NaN has no bin, and as an index it would be out of bounds: it goes to the first one, so that the run can
+            # end on its loss, on every rank, rather than here on one.
+            bins = required.sub_(low).mul_(bins_per_unit).nan_to_num_(nan=0.0).clamp_(0, num_bins - 1)
         counts.scatter_add_(1, bins.to(torch.int64), kept)
     return counts
 
@@ -106,7 +114,11 @@ def _check_histogram(
 
 @torch.no_grad()
 def read_off(
-    counts: Tensor, bounds: tuple[Tensor | float, Tensor | float], k: int, estimator: str = "report"
+    counts: Tensor,
+    bounds: tuple[Tensor | float, Tensor | float],
+    k: int,
+    estimator: str = "report",
+    centre: Tensor | None = None,
 ) -> Tensor:
     """Read the new biases, not yet centred, off pooled histograms.
 
@@ -125,6 +137,7 @@ def read_off(
         bounds: (low, high), numbers or tensors [...], as they were when the counts were taken.
         k: experts a token.
         estimator: ``"report"`` or ``"order_statistic"``.
+        centre: [..., n_experts] when the counts were taken in logarithmic bins around it.
 
     Returns:
         [..., n_experts] fp32, computed in fp64.
@@ -152,6 +165,10 @@ def read_off(
     else:
         # The midpoint of the rank's share of the bin.
         within = (rank.to(torch.float64) - before - 0.5) / in_bin
+    bins, within = bins.squeeze(-1), within.clamp(0, 1)
+    if centre is not None:
+        near, far = log_bin_edges(bins, log_bins(bounds, num_bins))
+        return (centre.double() + near + within * (far - near)).to(torch.float32)
     low, high = (torch.as_tensor(b, dtype=torch.float64, device=counts.device).unsqueeze(-1) for b in bounds)
     width = (high - low) / num_bins
-    return (low + (bins.squeeze(-1) + within.clamp(0, 1)) * width).to(torch.float32)
+    return (low + (bins + within) * width).to(torch.float32)

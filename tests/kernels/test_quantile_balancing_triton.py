@@ -1,0 +1,137 @@
+"""The fused kernel: equal to the PyTorch path in Triton's interpreter, and compiled for sm_90 and sm_100.
+
+It was never run on a GPU here; what is known of one is what the compiler says.
+"""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from k3kernels.quantile_balancing import resolve_backend, select_and_count
+
+triton = pytest.importorskip("triton", reason="Triton has no build for this machine")
+
+# Runs in its own process: TRITON_INTERPRET is read when a kernel is defined.
+INTERPRETED = """
+import torch
+from k3kernels.quantile_balancing import select_and_count
+
+generator = torch.Generator().manual_seed(0)
+compared = 0
+for tokens, experts, k, bins in ((5, 7, 3, 64), (3, 16, 4, 1000), (4, 2, 1, 99), (2, 20, 19, 65), (1, 896, 2, 1000)):
+    for kind in ("random", "ties", "alike", "nan"):
+        scores = torch.rand(tokens, experts, generator=generator)
+        if kind == "ties":
+            scores = (scores * 3).round() / 3
+        if kind == "alike":
+            scores = 0.5 + scores * 1e-4
+        bias = torch.randn(experts, generator=generator) * (0.0 if kind == "ties" else 0.3)
+        if kind == "nan":
+            scores[0, 1] = float("nan")
+        masks = (None, torch.rand(tokens, generator=generator) < 0.4)
+        for spacing in ("uniform", "log"):
+            for mask in masks:
+                ours, theirs = (torch.ones(experts, bins, dtype=torch.int32) for _ in range(2))
+                arguments = (scores, bias, k)
+                i, c = select_and_count(*arguments, ours, mask, spacing, "triton")
+                j, d = select_and_count(*arguments, theirs, mask, spacing, "torch")
+                biased = scores + bias
+                assert all(len(set(row)) == k for row in i.tolist())
+                torch.testing.assert_close(biased.gather(1, i), biased.gather(1, j), rtol=0, atol=0, equal_nan=True)
+                if kind == "ties":
+                    order = torch.sort(biased, dim=1, descending=True, stable=True).indices
+                    assert torch.equal(i, order[:, :k])
+                if kind == "nan":
+                    # Its own token is lost with the loss; all the same, every index stays inside the array.
+                    assert int(i.min()) >= 0 and int(i.max()) < experts
+                    counted = tokens if mask is None else int((~mask).sum())
+                    assert (ours.sum(dim=1) == bins + counted).all()
+                else:
+                    assert torch.equal(c, d) and torch.equal(ours, theirs)
+                compared += 1
+        plain = select_and_count(scores, bias, k, None, None, "uniform", "triton")
+        assert torch.equal(plain[0], i)
+print("compared", compared)
+"""
+
+
+def test_the_interpreted_kernel_is_the_pytorch_path() -> None:
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", INTERPRETED], env=environment, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.stdout.split() == ["compared", "80"]
+
+
+def compile_for(capability: int, log: bool, experts: int = 896) -> dict[str, int]:
+    """Registers, spilled bytes and shared memory of the kernel at K3's width."""
+    from k3kernels.quantile_balancing.triton_kernel import NUM_WARPS, select_and_count_kernel
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    types = {
+        **dict.fromkeys(("scores", "bias", "low", "bins_per_unit", "cutoff"), "*fp32"),
+        **dict.fromkeys(("base", "counts"), "*i32"),
+        **dict.fromkeys(("num_experts", "num_bins", "half", "shift", "k"), "i32"),
+        "padding": "*u8",
+        "indices": "*i64",
+    }
+    constants = {"BLOCK": triton.next_power_of_2(experts), "COUNT": True, "LOG": log, "PADDED": True}
+    signature = {name: types.get(name, "constexpr") for name in select_and_count_kernel.arg_names}
+    source = ASTSource(select_and_count_kernel, signature, constexprs=constants)
+    binary = triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": NUM_WARPS})
+    assert binary.asm["cubin"][:4] == b"\x7fELF"
+    return {"shared": binary.metadata.shared, **ptxas_report(binary.asm["ptx"])}
+
+
+def ptxas_report(ptx: str) -> dict[str, int]:
+    """What the assembler that comes with Triton says of a kernel."""
+    from triton.backends import nvidia
+
+    target = re.search(r"\.target (\w+)", ptx).group(1)
+    folder = Path(nvidia.__file__).parent / "bin"
+    ptxas = folder / ("ptxas-blackwell" if target.startswith("sm_1") else "ptxas")
+    command = [ptxas if ptxas.exists() else folder / "ptxas", "-v", f"--gpu-name={target}", "-o", os.devnull, "-"]
+    done = subprocess.run(command, input=ptx, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return {
+        "registers": int(re.search(r"Used (\d+) registers", done.stderr).group(1)),
+        "spilled": int(re.search(r"(\d+) bytes spill stores", done.stderr).group(1)),
+    }
+
+
+@pytest.mark.parametrize("log", [False, True])
+@pytest.mark.parametrize("capability", [90, 100])
+def test_the_kernel_compiles_without_spilling(capability: int, log: bool) -> None:
+    report = compile_for(capability, log)
+    print(f"sm_{capability}, log={log}: {report}")
+    assert report["spilled"] == 0
+    assert report["registers"] <= 255
+    assert report["shared"] <= 4096
+
+
+def test_the_kernel_is_chosen_on_cuda_alone() -> None:
+    assert resolve_backend("auto", torch.device("cuda")) == "triton"
+    assert resolve_backend("auto", torch.device("cpu")) == "torch"
+    with pytest.raises(ValueError, match="'fast'; allowed are auto, torch, triton"):
+        resolve_backend("fast", torch.device("cpu"))
+
+
+def test_bad_input_is_named_before_the_kernel_starts() -> None:
+    scores, bias = torch.rand(4, 6), torch.zeros(6)
+    counts = torch.zeros(6, 10, dtype=torch.int64)
+    with pytest.raises(ValueError, match=r"counts is \(6, 10\) torch.int64"):
+        select_and_count(scores, bias, 2, counts, backend="triton")
+    with pytest.raises(ValueError, match=r"padding_mask is \(3,\)"):
+        select_and_count(scores, bias, 2, counts.int(), torch.zeros(3, dtype=torch.bool), backend="triton")
+    with pytest.raises(ValueError, match="not contiguous"):
+        select_and_count(scores, bias, 2, torch.zeros(10, 6, dtype=torch.int32).t(), backend="triton")
+    with pytest.raises(ValueError, match="k is 6 with 6 experts"):
+        select_and_count(scores, bias, 6, backend="triton")
+    with pytest.raises(ValueError, match="'cubic'; allowed are uniform, log"):
+        select_and_count(scores, bias, 2, spacing="cubic")
