@@ -8,7 +8,7 @@ from pathlib import Path
 
 from k3train.config.load import load_recipe
 from k3train.config.schema import CheckpointConfig, DataConfig, ParallelConfig, RecipeConfig, RunConfig, TrainConfig
-from k3train.config.validate import resolve_world_size, validate
+from k3train.config.validate import resolve_world_size, validate_model
 from k3train.errors import UserError
 from k3train.hf.config import HFConfig, read_config
 
@@ -36,7 +36,7 @@ def _prepare(args: argparse.Namespace) -> tuple[RecipeConfig, HFConfig]:
         train=TrainConfig(precision="bf16"),  # fp32 where the tensors turn out to be
         checkpoint=CheckpointConfig(),
     )
-    validate(config, int(os.environ.get("WORLD_SIZE", 0)) or None)
+    validate_model(config, int(os.environ.get("WORLD_SIZE", 0)) or None)
     return config, source
 
 

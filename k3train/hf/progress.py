@@ -8,7 +8,7 @@ import time
 
 from k3train.telemetry.console import fit_line, human_bytes, human_duration
 
-_PLAIN_STEPS = 10  # lines in a log
+_PLAIN_STEPS = 10  # lines in a log, at least a second apart
 
 
 class Progress:
@@ -32,7 +32,8 @@ class Progress:
             width = shutil.get_terminal_size((80, 24)).columns - 1
             sys.stdout.write("\r\x1b[K" + fit_line(self._words(now), self._done / self._total, width))
             sys.stdout.flush()
-        elif not self._live and self._done * _PLAIN_STEPS // self._total > self._lines:
+        elif not self._live and self._done * _PLAIN_STEPS // self._total > self._lines and now - self._shown > 1:
+            self._shown = now
             self._lines = self._done * _PLAIN_STEPS // self._total
             print(" | ".join(self._words(now)), flush=True)
 

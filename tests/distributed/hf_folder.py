@@ -192,7 +192,7 @@ def add_tokenizer(folder: Path) -> None:
     """A tokenizer of at most VOCAB tokens."""
     from k3train.data.tokenizer import train_tokenizer
 
-    train_tokenizer(iter(["kan mol tix ruta sen"] * 20), VOCAB).save(folder)
+    train_tokenizer(iter(["kan mol tix ruta sen"] * 20), 270).save(folder)
 
 
 def all_tensors(folder: Path) -> dict[str, torch.Tensor]:
