@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 
 from k3train.hf.mapping import RELEASED_A_LOG, Part, packed_names, packed_shapes
-from k3train.hf.names import other_spelling
+from k3train.hf.names import K3_PREFIX, other_spelling
 from k3train.hf.safetensors_files import DTYPES, NAMES, SINGLE, Entry, header_bytes
 from k3train.hf.source import Source, tensors_of
 
@@ -67,12 +67,14 @@ def entries_of(parts: dict[str, Part], source: Source | None, carried: dict[str,
             found.append((name, "BF16", part.shape))
         else:
             same = stored.get(name) or stored.get(other_spelling(name))
-            found.append(same or (name, NAMES[part.weight.dtype], released_shape(part)))
+            found.append(same or (name, NAMES[part.weight.dtype], released_shape(name, part)))
     return found + [(entry.name, entry.dtype, entry.shape) for entry in carried.values()]
 
 
-def released_shape(part: Part) -> tuple[int, ...]:
-    """The published shape; 96 heads of A_log are padded to 128 as in the released checkpoint, and no others."""
-    if part.weight.key.endswith(".A_log") and part.shape == (96,):
-        return (RELEASED_A_LOG,)
-    return part.shape
+def released_shape(name: str, part: Part) -> tuple[int, ...]:
+    """The published shape. K3's A_log of 96 heads is padded to 128, and Kimi Linear's has four axes."""
+    if not part.weight.key.endswith(".A_log"):
+        return part.shape
+    if not name.startswith(K3_PREFIX):
+        return 1, 1, *part.shape, 1
+    return (RELEASED_A_LOG,) if part.shape == (96,) else part.shape

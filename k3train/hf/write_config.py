@@ -81,7 +81,9 @@ def new_config(model: ModelConfig, packed: bool, dtype: str, tokens: dict[str, i
 
     `tokens` are the bos, eos and pad ids of its tokenizer; the released ones where the vocabulary is K3's.
     """
-    tokens = tokens or (_K3_TOKENS if model.vocab_size == _K3_VOCABULARY else {})
+    # Said even where there are none: readers fall back to the released ones, which a small vocabulary lacks.
+    absent = dict.fromkeys(_K3_TOKENS) if model.vocab_size != _K3_VOCABULARY else _K3_TOKENS
+    tokens = absent | (tokens or {})
     text: dict[str, Any] = text_config(model) | {"dtype": dtype} | tokens
     if packed:
         text["quantization_config"] = quantization_config()

@@ -202,7 +202,9 @@ def all_tensors(folder: Path) -> dict[str, torch.Tensor]:
 
 def digests(folder: Path) -> dict[str, str]:
     """SHA-256 of every file that is not hidden."""
-    files = [p for p in folder.rglob("*") if p.is_file() and not any(x.startswith(".") for x in p.relative_to(folder).parts)]
+    files = [
+        p for p in folder.rglob("*") if p.is_file() and not any(x.startswith(".") for x in p.relative_to(folder).parts)
+    ]
     return {str(p.relative_to(folder)): hashlib.sha256(p.read_bytes()).hexdigest() for p in files}
 
 
