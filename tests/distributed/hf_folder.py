@@ -84,7 +84,7 @@ def packed_matrix(rows: int, columns: int, chance: torch.Generator) -> tuple[tor
 
 
 def k3_tensors(seed: int = 0, tame: bool = False) -> dict[str, torch.Tensor]:
-    """All tensors by published name. `tame` gives experts scales with which the model's outputs are finite."""
+    """All tensors by published name. `tame` experts have ordinary sizes and no zeros."""
     chance = torch.Generator().manual_seed(seed)
     tensors: dict[str, torch.Tensor] = {}
 
@@ -158,6 +158,7 @@ def _experts(add: Any, tensors: dict, base: str, chance: torch.Generator, tame: 
             codes, scales = packed_matrix(rows, columns, chance)
             if tame:
                 scales = torch.randint(121, 125, scales.shape, generator=chance, dtype=torch.uint8)
+                codes |= (codes & 0x07 == 0).to(torch.uint8) | (((codes & 0x70) == 0).to(torch.uint8) << 4)
             tensors[f"{base}experts.{expert}.{part}.weight_packed"] = codes
             tensors[f"{base}experts.{expert}.{part}.weight_scale"] = scales
 
