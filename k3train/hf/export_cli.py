@@ -9,9 +9,9 @@ from typing import Any
 from k3train.checkpoint import directory
 from k3train.config.load import recipe_from_dict
 from k3train.config.schema import RecipeConfig
-from k3train.config.validate import resolve_world_size, validate_model
+from k3train.config.validate import resolve_world_size
 from k3train.errors import UserError
-from k3train.hf.import_cli import parallel_of
+from k3train.hf.import_cli import lay_out
 
 GB = 10**9
 
@@ -19,8 +19,7 @@ GB = 10**9
 def ranks(args: argparse.Namespace) -> int:
     """How many ranks to start for these arguments."""
     config = recipe_from_dict(directory.read_marker(directory.resolve(args.checkpoint))["config"])
-    config.parallel, config.run.device = parallel_of(args.overrides), "cpu"
-    validate_model(config)
+    lay_out(config, args.overrides)
     return resolve_world_size(config, gpus=0)
 
 

@@ -7,7 +7,8 @@ import os
 from pathlib import Path
 
 from k3train.config.load import load_recipe
-from k3train.config.schema import CheckpointConfig, DataConfig, ParallelConfig, RecipeConfig, RunConfig, TrainConfig
+from k3train.config.rules_parallel import least_world_size
+from k3train.config.schema import DataConfig, ParallelConfig, RecipeConfig, RunConfig, TrainConfig
 from k3train.config.validate import resolve_world_size, validate_model
 from k3train.errors import UserError
 from k3train.hf.config import HFConfig, read_config
@@ -31,13 +32,23 @@ def _prepare(args: argparse.Namespace) -> tuple[RecipeConfig, HFConfig]:
         recipe_name="imported",
         run=RunConfig(name=source.model.name, dir=str(out), device="cpu"),
         model=source.model,
-        parallel=parallel_of(args.overrides),
         data=DataConfig(tokenizer=str(out / "tokenizer")),
         train=TrainConfig(precision="bf16"),  # fp32 where the tensors turn out to be
-        checkpoint=CheckpointConfig(),
     )
-    validate_model(config, int(os.environ.get("WORLD_SIZE", 0)) or None)
+    lay_out(config, args.overrides)
     return config, source
+
+
+def lay_out(config: RecipeConfig, overrides: list[str]) -> None:
+    """Give a recipe the layout of `overrides`, and a batch that any number of ranks can share: nothing is trained.
+
+    Raises:
+        UserError: the layout does not fit the model or the ranks that exist.
+    """
+    config.parallel, config.run.device = parallel_of(overrides), "cpu"
+    ranks = int(os.environ.get("WORLD_SIZE", 0)) or config.parallel.world_size or least_world_size(config.parallel)
+    config.train.micro_batch_size, config.train.global_batch_size = 1, max(1, ranks)
+    validate_model(config, ranks)
 
 
 def parallel_of(overrides: list[str]) -> ParallelConfig:

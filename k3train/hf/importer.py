@@ -31,7 +31,7 @@ from k3train.hf.together import check_space, share_of, sync_tree, together
 from k3train.hf.torch_dist import COMMON_STATE, Piece, PieceWriter, cut, finish
 from k3train.quant.mxfp4 import NAN_SCALE, decode
 
-PIECE_BYTES = 64 << 20  # most that a rank holds of one tensor, where one row or expert allows it
+PIECE_BYTES = 16 << 20  # most that a rank holds of one tensor, where one row or expert allows it
 MODEL_GROUP = "imported"  # model=imported with --config-dir CKPT/recipes
 _SPARE_BYTES = 64 << 20
 

@@ -33,6 +33,8 @@ from k3train.hf.torch_dist import TensorReader
 
 GOLDEN = Path(__file__).parents[1] / "goldens" / "k3-tiny"
 
+pytestmark = pytest.mark.usefixtures("_cpu_rank")
+
 
 def import_(hf: Path, out: Path, *extra: str) -> Path:
     assert cli.main(["import", "--hf", str(hf), "--out", str(out), *extra]) == 0
@@ -140,7 +142,7 @@ def test_experts_in_bf16_are_exact_and_config_json_says_so(checkpoint: Path, fol
     )
 
 
-def test_mixed_experts_are_read_by_the_tensors_present(_cpu_rank: None, folder: Path, tmp_path: Path) -> None:
+def test_mixed_experts_are_read_by_the_tensors_present(folder: Path, tmp_path: Path) -> None:
     """One expert matrix in bf16 among packed ones, named by no ignore list; and a list that names packed ones."""
     tensors = k3_tensors()
     name = "language_model.model.layers.2.block_sparse_moe.experts.1.w3.weight"
@@ -155,7 +157,7 @@ def test_mixed_experts_are_read_by_the_tensors_present(_cpu_rank: None, folder: 
     assert digests(export(out, tmp_path / "back")) == digests(hf)
 
 
-def test_golden_checkpoint_scores_its_own_loss_and_comes_back(_cpu_rank: None, tmp_path: Path) -> None:
+def test_golden_checkpoint_scores_its_own_loss_and_comes_back(tmp_path: Path) -> None:
     """The published layout without padding or quantization, in fp32."""
     hf = tmp_path / "hf"
     hf.mkdir()
