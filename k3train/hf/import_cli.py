@@ -47,7 +47,7 @@ def lay_out(config: RecipeConfig, overrides: list[str]) -> None:
     """
     config.parallel, config.run.device = parallel_of(overrides), "cpu"
     ranks = int(os.environ.get("WORLD_SIZE", 0)) or config.parallel.world_size or least_world_size(config.parallel)
-    config.train.micro_batch_size, config.train.global_batch_size = 1, max(1, ranks)
+    config.train.micro_batch_size, config.train.global_batch_size, config.train.eval_samples = 1, max(1, ranks), 0
     validate_model(config, ranks)
 
 
