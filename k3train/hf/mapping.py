@@ -75,7 +75,6 @@ def weights_of(model: ModelConfig) -> tuple[list[Weight], list[str]]:
     model.mtp.num_layers, model.vocab_padding_multiple = 0, 1
     start_model_parallel(ParallelConfig())
     config = RecipeConfig(model=model, train=TrainConfig(precision="bf16"))
-    config.parallel.linear = "local"
     (built,), _ = build_chunks(config, "meta", init=False)
     weights, objects = [], []
     for entry in built.sharded_state_dict().values():

@@ -91,6 +91,7 @@ def forget_scales(checkpoint: Path) -> None:
 
 
 def test_the_checkpoint_holds_what_the_files_stand_for(checkpoint: Path, folder: Path) -> None:
+    pytest.importorskip("compressed_tensors", reason="the library that defines the packing")
     from compressed_tensors.compressors.mxfp4.base import MXFP4PackedCompressor
     from compressed_tensors.quantization import QuantizationScheme
 
