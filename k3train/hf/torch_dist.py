@@ -149,7 +149,10 @@ class TensorReader:
         meta = self._tensors[key]
         spans = [*box, *((0, size) for size in meta.size[len(box) :])]
         out = torch.empty([stop - start for start, stop in spans], dtype=meta.properties.dtype)
+        first, last = spans[0]
         for chunk in meta.chunks:
+            if chunk.offsets[0] >= last or chunk.offsets[0] + chunk.sizes[0] <= first:
+                continue  # most pieces of a large tensor
             ends = [offset + size for offset, size in zip(chunk.offsets, chunk.sizes)]
             low = [max(start, offset) for (start, _), offset in zip(spans, chunk.offsets)]
             high = [min(stop, end) for (_, stop), end in zip(spans, ends)]
