@@ -111,8 +111,8 @@ def _export_arguments(parser: argparse.ArgumentParser) -> None:
 VERBS: dict[str, tuple[str, str, Callable[[argparse.ArgumentParser], None]]] = {
     "generate": ("continue a prompt", "k3train.rollout.generate_cli", _generate_arguments),
     "score": ("log-probabilities of given tokens", "k3train.rollout.score_cli", _score_arguments),
-    "import": ("a Hugging Face checkpoint to k3train's", "k3train.hf.import_cli", _import_arguments),
-    "export": ("a checkpoint to Hugging Face's layout", "k3train.hf.export_cli", _export_arguments),
+    "import": ("make a checkpoint of a Hugging Face folder", "k3train.hf.import_cli", _import_arguments),
+    "export": ("make a Hugging Face folder of a checkpoint", "k3train.hf.export_cli", _export_arguments),
     "inspect": ("step, tokens, layout, sizes and health", "k3train.checkpoint.inspect", _inspect_arguments),
 }
 
