@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
-from torch.nn.attention.bias import causal_lower_right
 
 from k3train.parallel.context import ContextShard
 
@@ -26,13 +25,14 @@ def attend_over_shards(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, shard:
     for piece in shard.pieces:
         row, queries = slice(piece.row, piece.row + 1), slice(piece.begin, piece.end)
         keys = slice(piece.key_begin, piece.key_end)
-        earlier = piece.keys > piece.end - piece.begin
+        earlier = piece.keys - (piece.end - piece.begin)  # keys before the first query
+        mask = torch.ones(piece.end - piece.begin, piece.keys, dtype=torch.bool, device=q.device) if earlier else None
         outputs.append(
             F.scaled_dot_product_attention(
                 q[row, :, queries],
                 k[row, :, keys],
                 v[row, :, keys],
-                attn_mask=causal_lower_right(piece.end - piece.begin, piece.keys) if earlier else None,
+                attn_mask=mask.tril(earlier) if earlier else None,
                 is_causal=not earlier,
             )[..., :v_dim]
         )
