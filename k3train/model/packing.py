@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from megatron.core import parallel_state
 from megatron.core.transformer.transformer_config import TransformerConfig
+
+from k3train.parallel.payload import HeldSummaries
 
 
 @dataclass
@@ -14,11 +16,13 @@ class Packing:
     """Packed documents of one micro-batch.
 
     `document_ids` [b, s] numbers the documents of each row from 0, non-decreasing; documents never see each other.
-    `padding` [b, s] is true where a token is filler (None: no filler).
+    `padding` [b, s] is true where a token is filler (None: no filler). `held` is what this rank's virtual chunks keep
+    of the micro-batch for one another: they share one `Packing`.
     """
 
     document_ids: torch.Tensor
     padding: torch.Tensor | None = None
+    held: HeldSummaries = field(default_factory=HeldSummaries, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         ids = self.document_ids
