@@ -144,7 +144,8 @@ def _check_balanced(config: RecipeConfig, stages: int) -> None:
         raise refuse(
             config,
             "parallel.pipeline_layout",
-            f"cannot fill the {stages} stages of parallel.pipeline x parallel.virtual_pipeline from model.num_layers={layers}",
+            f"cannot fill the {stages} stages of parallel.pipeline x parallel.virtual_pipeline from"
+            f" model.num_layers={layers}",
             f"up to {layers} stages",
             "parallel.pipeline=1 parallel.virtual_pipeline=1",
         )

@@ -50,6 +50,8 @@ class K3Block(MegatronModule):
                 for index in contents.layers
             }
         )
+        for layer in self.layers:
+            layer.keeps_mixtures = recompute
         self.is_last = contents.head
         if contents.head:
             self.output_residual = AttentionResidual(config) if residual.enabled else None

@@ -75,7 +75,7 @@ class StepRunner:
             seq_length=self.train.seq_length,
             micro_batch_size=self.train.micro_batch_size,
             forward_only=forward_only,
-            **self._pipeline(batches),
+            **self._pipeline([batch for batch, _ in feed]),
         )
         return self._pool(reported)
 
