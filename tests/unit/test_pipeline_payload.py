@@ -88,6 +88,8 @@ def test_k3_at_pp8() -> None:
         traffic = PipelineTraffic.of(even_layout(93, 8 * virtual), 8, 12)
         rows[virtual] = traffic.tensors(), traffic.naive_tensors()
     assert rows == {1: (35, 35), 2: (59, 79), 3: (72, 123), 4: (83, 167)}
+    recipe = PipelineTraffic.of("Et*3|(t*3|)*30mL", 16, 12)
+    assert (recipe.tensors(), recipe.naive_tensors()) == (123, 167)
     # 8,192 tokens of 7,168 bf16 values, forward and backward
     assert step_bytes(traffic, 8192, 7168, 2) == 83 * 2 * 8192 * 7168 * 2
 
