@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable, Sequence
+from itertools import accumulate
 
 SYMBOLS = "EtmL"  # embedding, decoder (transformer) layer, multi-token prediction, loss
 
@@ -33,5 +35,53 @@ def even_layout(num_layers: int, stages: int, mtp_layers: int = 0) -> str:
     counts = [short + (1 <= stage <= longer) for stage in range(stages)]
     if longer and stages == 1:
         counts = [num_layers]
+    return layout_string(counts, mtp_layers)
+
+
+def layout_string(counts: Sequence[int], mtp_layers: int = 0) -> str:
+    """The layout of stages with so many decoder layers each."""
     rows = [f"t*{count}" if count else "" for count in counts]
     return "E" + "|".join(rows) + ("m" if mtp_layers else "") + "L"
+
+
+def balanced_counts(costs: Sequence[float], stages: int, first: float = 0.0, last: float = 0.0) -> list[int]:
+    """How many of the layers, in order, each stage gets so that the most expensive stage costs least.
+
+    Among such layouts it takes one whose stages differ least (least sum of squares). Every stage gets a layer, but the
+    first and the last, which also hold parts that cost `first` and `last`, may go without. Exact, by dynamic
+    programming over the cuts: O(stages x layers^2).
+
+    Raises ValueError where the stages between them outnumber the layers.
+    """
+    if stages - 2 > len(costs):
+        raise ValueError(f"{len(costs)} layers cannot fill {stages} stages")
+    before = [0.0, *accumulate(costs)]
+
+    def stage_cost(stage: int, start: int, end: int) -> float:
+        return before[end] - before[start] + (first if stage == 0 else 0.0) + (last if stage == stages - 1 else 0.0)
+
+    def solve(join: Callable[[float, float], float], most: float) -> tuple[float, list[int]]:
+        """The least `join` over stages, none above `most`, and the ends of the stages."""
+        best: list[dict[int, tuple[float, int]]] = [{0: (0.0, 0)}]
+        for stage in range(stages):
+            least = 0 if stage in (0, stages - 1) else 1
+            row: dict[int, tuple[float, int]] = {}
+            for start, (value, _) in best[-1].items():
+                for end in range(start + least, len(costs) + 1):
+                    cost = stage_cost(stage, start, end)
+                    if cost > most:
+                        break
+                    total = join(value, cost)
+                    if end not in row or total < row[end][0]:
+                        row[end] = total, start
+            best.append(row)
+        end, ends = len(costs), []
+        for row in reversed(best[1:]):
+            ends.append(end)
+            end = row[end][1]
+        return best[-1][len(costs)][0], ends[::-1]
+
+    ceiling, _ = solve(max, float("inf"))
+    # Costs are sums of floats: a hair of tolerance, so that the optimum itself is not shut out.
+    _, ends = solve(lambda total, cost: total + cost**2, ceiling * (1 + 1e-9))
+    return [end - start for start, end in zip([0, *ends], ends)]

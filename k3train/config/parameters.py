@@ -22,13 +22,13 @@ def parameter_count(model: ModelConfig) -> dict[str, int]:
         embedding,
     )  # a tied head is the embedding's matrix, and is multiplied with
     for layer in range(model.num_layers):
-        mixer = _mla(model.mla, h) if model.is_full_attention(layer) else _kda(model.kda, h)
-        ffn, ffn_active = _moe(model) if model.is_moe(layer) else (3 * h * model.ffn_hidden_size,) * 2
+        mixer = mla_parameters(model.mla, h) if model.is_full_attention(layer) else kda_parameters(model.kda, h)
+        ffn, ffn_active = moe_parameters(model) if model.is_moe(layer) else (3 * h * model.ffn_hidden_size,) * 2
         norms = 2 * h + (4 * h if model.attention_residual.enabled else 0)  # two queries, two norms
         total += mixer + ffn + norms
         active += mixer + ffn_active + norms
     ends = h + (2 * h if model.attention_residual.enabled else 0)
-    mtp, mtp_active = (model.mtp.num_layers * count for count in _mtp(model))
+    mtp, mtp_active = (model.mtp.num_layers * count for count in mtp_parameters(model))
     return {
         "total": total + ends + mtp,
         "active": active + ends,
@@ -38,7 +38,8 @@ def parameter_count(model: ModelConfig) -> dict[str, int]:
     }
 
 
-def _kda(kda: KDAConfig, h: int) -> int:
+def kda_parameters(kda: KDAConfig, h: int) -> int:
+    """Of one KDA mixer at hidden size h."""
     width = kda.num_heads * kda.head_dim
     gate = h * width if kda.output_gate == "full" else h * kda.head_dim + kda.head_dim * width
     projections = 4 * h * width + gate  # q, k, v, output
@@ -47,7 +48,8 @@ def _kda(kda: KDAConfig, h: int) -> int:
     return projections + decay + convolutions + h * kda.num_heads + kda.head_dim  # beta, output norm
 
 
-def _mla(mla: MLAConfig, h: int) -> int:
+def mla_parameters(mla: MLAConfig, h: int) -> int:
+    """Of one Gated MLA mixer at hidden size h."""
     heads, key_dim = mla.num_heads, mla.qk_nope_head_dim + mla.qk_rope_head_dim
     if mla.q_lora_rank is None:
         queries = h * heads * key_dim
@@ -59,7 +61,7 @@ def _mla(mla: MLAConfig, h: int) -> int:
     return queries + latent + keys_values + output
 
 
-def _moe(model: ModelConfig) -> tuple[int, int]:
+def moe_parameters(model: ModelConfig) -> tuple[int, int]:
     """All and active parameters of a mixture of experts. The selection bias is no parameter."""
     h, moe = model.hidden_size, model.moe
     width = moe.latent_size or h
@@ -70,11 +72,11 @@ def _moe(model: ModelConfig) -> tuple[int, int]:
     return fixed + moe.num_experts * expert, fixed + moe.top_k * expert
 
 
-def _mtp(model: ModelConfig) -> tuple[int, int]:
+def mtp_parameters(model: ModelConfig) -> tuple[int, int]:
     """All and active parameters of one multi-token-prediction layer: two input norms, fusion, a decoder layer without
     AttnRes, a norm; the head is not its own, but each token is multiplied with it once more."""
     h = model.hidden_size
-    mixer = _mla(model.mla, h) if model.mtp.mixer == "mla" else _kda(model.kda, h)
-    ffn, ffn_active = _moe(model) if model.moe.num_experts else (3 * h * model.ffn_hidden_size,) * 2
+    mixer = mla_parameters(model.mla, h) if model.mtp.mixer == "mla" else kda_parameters(model.kda, h)
+    ffn, ffn_active = moe_parameters(model) if model.moe.num_experts else (3 * h * model.ffn_hidden_size,) * 2
     fixed = 2 * h + 2 * h * h + mixer + 2 * h + h
     return fixed + ffn, fixed + ffn_active + model.vocab_size * h

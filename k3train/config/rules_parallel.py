@@ -128,7 +128,9 @@ def _check_pipeline(config: RecipeConfig) -> None:
             "1 with parallel.pipeline=1",
             "parallel.virtual_pipeline=1",
         )
-    if parallel.pipeline_layout is not None:
+    if parallel.pipeline_layout == "auto":
+        _check_balanced(config, stages)
+    elif parallel.pipeline_layout is not None:
         _check_layout(config, stages)
     elif model.num_layers % stages:
         sizes = f"parallel.pipeline={parallel.pipeline} x parallel.virtual_pipeline={parallel.virtual_pipeline}"
@@ -143,6 +145,19 @@ def _check_pipeline(config: RecipeConfig) -> None:
             f"is not divisible by {sizes}",
             f"multiples of {stages}, or an explicit layout",
             cure,
+        )
+
+
+def _check_balanced(config: RecipeConfig, stages: int) -> None:
+    layers = config.model.num_layers
+    if stages > layers:
+        raise refuse(
+            config,
+            "parallel.pipeline_layout",
+            f"cannot fill the {stages} stages of parallel.pipeline x parallel.virtual_pipeline from"
+            f" model.num_layers={layers}",
+            f"up to {layers} stages",
+            "parallel.pipeline=1 parallel.virtual_pipeline=1",
         )
 
 

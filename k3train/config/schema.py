@@ -19,7 +19,7 @@ class ParallelConfig:
     pipeline: int = 1
     virtual_pipeline: int = 1  # model chunks per pipeline rank (interleaved schedule)
     # Megatron's layout string over PP x VPP stages, e.g. "Et*5|t*4mL" (E embedding, t decoder layer, m MTP,
-    # L loss); null spreads the layers evenly.
+    # L loss); null spreads the layers evenly, auto by what they cost (FLOPs; config/layer_costs.py).
     pipeline_layout: str | None = None
     context: int = 1  # contiguous parts of every sequence, one a rank (docs/context_parallel.md)
     expert: int = 1

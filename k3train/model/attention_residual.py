@@ -6,6 +6,7 @@ import torch
 from k3kernels.attention_residual import mix
 from megatron.core.transformer.module import MegatronModule
 
+from k3train.model.recompute import recomputed
 from k3train.model.transformer_config import K3TransformerConfig
 from k3train.parallel.regions import mark_replicated
 
@@ -26,3 +27,17 @@ class AttentionResidual(MegatronModule):
     def forward(self, sources: list[torch.Tensor]) -> torch.Tensor:
         """Sources [s / TP, b, h] each; returns their mixture. A single source passes through unchanged."""
         return mix(sources, self.query, self.norm, self.eps, backend=self.config.k3.kernels)
+
+    def normed(self, sources: list[torch.Tensor], norm: torch.nn.Module, keep: bool = False) -> torch.Tensor:
+        """`norm` of the mixture, what a sublayer reads, [s / TP, b, h].
+
+        Unless `keep`, neither the mixture nor anything of the norm is kept for the backward pass, which mixes again:
+        the sources are alive anyway, so a sublayer keeps what it would with a plain residual (report section 5.2.2).
+        """
+
+        def read(*sources: torch.Tensor) -> torch.Tensor:
+            return norm(self(list(sources)))
+
+        if keep:
+            return read(*sources)
+        return recomputed(read, sources, [*self.parameters(), *norm.parameters()])

@@ -14,7 +14,7 @@ from k3train.model.layer import K3Layer
 from k3train.model.packing import Packing
 from k3train.model.state import StateView
 from k3train.model.transformer_config import K3TransformerConfig
-from k3train.parallel import payload
+from k3train.parallel.payload import StageStream
 from k3train.parallel.stages import StageContents
 
 
@@ -37,9 +37,7 @@ class K3Block(MegatronModule):
         model = config.k3
         residual = model.attention_residual
         self.recompute = recompute
-        self.summaries_received = payload.num_summaries_before(
-            contents.layers[0] if contents.layers else model.num_layers, residual.block_size, residual.enabled
-        )
+        self.boundary = contents.boundary
         self.layers = NumberedLayers(
             {
                 str(index): K3Layer(
@@ -52,6 +50,8 @@ class K3Block(MegatronModule):
                 for index in contents.layers
             }
         )
+        for layer in self.layers:
+            layer.keeps_mixtures = recompute
         self.is_last = contents.head
         if contents.head:
             self.output_residual = AttentionResidual(config) if residual.enabled else None
@@ -62,20 +62,25 @@ class K3Block(MegatronModule):
 
         The last stage returns the output mixture [s / TP, b, h], before the final norm.
         """
-        bank, partial = payload.unpack(stream, self.summaries_received)
+        through = StageStream(self.boundary, packing.held, stream)
         for key, layer in self.layers.items():
             state = None if states is None else states.layer(int(key))
             run = functools.partial(layer, packing=packing, state=state)
-            arrived = partial
-            if self.recompute and self.training and torch.is_grad_enabled():
-                partial = tensor_parallel.checkpoint(run, False, partial, *bank)
-            else:
-                partial = run(partial, *bank)
             if layer.opens_block:
-                bank = [*bank, arrived]
+                through.summarise()
+            arrived, bank = through.partial, through.bank
+            if self.recompute and self.training and torch.is_grad_enabled():
+                through.partial = tensor_parallel.checkpoint(run, False, arrived, *bank)
+            else:
+                through.partial = run(arrived, *bank)
+            if layer.opens_block:
+                through.bank = [*bank, arrived]
         if not self.is_last:
-            return payload.pack(bank, partial)
-        return partial if self.output_residual is None else self.output_residual([*bank, partial])
+            return through.send()
+        through.close()
+        if self.output_residual is None:
+            return through.partial
+        return self.output_residual([*through.bank, through.partial])
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None) -> dict:
         """Sharded tensors of the layers under their global numbers, and of the output parts."""

@@ -10,7 +10,7 @@ from k3train.config.schema import ParallelConfig, RecipeConfig
 from k3train.model.init import init_weights
 from k3train.model.model import K3Model
 from k3train.model.transformer_config import K3TransformerConfig, build_transformer_config
-from k3train.parallel.stages import layout_of, stage_contents
+from k3train.parallel.stages import layout_of, layout_text, stage_contents, traffic_of
 
 
 def start_model_parallel(parallel: ParallelConfig) -> None:
@@ -66,11 +66,13 @@ def build_chunks(
     if kind == "cuda":
         # Transformer Engine's layers and recomputation draw from Megatron-Core's tracked generators.
         tensor_parallel.model_parallel_cuda_manual_seed(config.train.seed)
-    layout = layout_of(config.parallel, config.model)
-    transformer_config.pipeline_model_parallel_layout = layout
+    layout, traffic = layout_text(config), traffic_of(config)
+    transformer_config.pipeline_model_parallel_layout = layout_of(config)
+    transformer_config.pipeline_traffic = traffic
+    rank, size = parallel_state.get_pipeline_model_parallel_rank(), config.parallel.pipeline
     chunks = []
     for chunk in range(config.parallel.virtual_pipeline):
-        contents = stage_contents(layout, parallel_state.get_pipeline_model_parallel_rank(), chunk)
+        contents = stage_contents(traffic, layout, chunk * size + rank)
         vp_stage = chunk if config.parallel.virtual_pipeline > 1 else None
         with device:
             model = K3Model(

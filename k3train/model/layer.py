@@ -37,6 +37,7 @@ class K3Layer(MegatronModule):
         self.index = index
         self.layer_number = index + 1
         self.residual_over_depth = attention_residual
+        self.keeps_mixtures = False  # true where the whole layer is recomputed: once is enough
         self.opens_block = attention_residual and index % config.k3.attention_residual.block_size == 0
         self.input_norm = config.spec.norm(config, config.hidden_size)
         self.post_attention_norm = config.spec.norm(config, config.hidden_size)
@@ -60,14 +61,20 @@ class K3Layer(MegatronModule):
     ) -> torch.Tensor:
         """The running sum after this layer, [s / TP, b, h], from the running sum and the block summaries before it."""
         sources = list(bank)
-        mixed = self.mixer_residual([*sources, partial]) if self.residual_over_depth else partial
+        read = self._read("mixer_residual", [*sources, partial], self.input_norm)
         total: torch.Tensor | None = partial
         if self.opens_block:
             sources, total = [*sources, partial], None
-        attended = self.mixer(self.input_norm(mixed), packing, state)
+        attended = self.mixer(read, packing, state)
         total = attended if total is None else total + attended
-        mixed = self.ffn_residual([*sources, total]) if self.residual_over_depth else total
-        return total + self._feed_forward(self.post_attention_norm(mixed), packing)
+        read = self._read("ffn_residual", [*sources, total], self.post_attention_norm)
+        return total + self._feed_forward(read, packing)
+
+    def _read(self, residual: str, sources: list[torch.Tensor], norm: torch.nn.Module) -> torch.Tensor:
+        """What a sublayer reads: the norm of the mixture over depth, or of the plain residual stream."""
+        if not self.residual_over_depth:
+            return norm(sources[-1])
+        return getattr(self, residual).normed(sources, norm, keep=self.keeps_mixtures)
 
     def _feed_forward(self, x: torch.Tensor, packing: Packing) -> torch.Tensor:
         if hasattr(self, "ffn"):

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from megatron.core import parallel_state
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from k3train.parallel.context import ContextShard
+from k3train.parallel.payload import HeldSummaries
 
 
 @dataclass
@@ -19,11 +20,13 @@ class Packing:
     `padding` [b, s] is true where a token is filler (None: no filler).
     `context` is set where the tokens are one context-parallel rank's part of longer rows (see `shard`); the documents
     then reach over both ends.
+    `held` is what this rank's virtual chunks keep of the micro-batch for one another: they share one `Packing`.
     """
 
     document_ids: torch.Tensor
     padding: torch.Tensor | None = None
     context: ContextShard | None = None
+    held: HeldSummaries = field(default_factory=HeldSummaries, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         ids = self.document_ids

@@ -11,6 +11,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from k3train.config.model import ModelConfig
 from k3train.config.schema import ParallelConfig
+from k3train.parallel.traffic import PipelineTraffic
 
 if TYPE_CHECKING:
     from k3train.model.spec import K3Submodules
@@ -23,6 +24,7 @@ class K3TransformerConfig(TransformerConfig):
     k3: ModelConfig = field(default_factory=ModelConfig)
     update_router_bias: bool = True
     spec: K3Submodules | None = None  # the layers K3 is built from; None: those that `transformer_impl` names
+    pipeline_traffic: PipelineTraffic | None = None  # what crosses the stage boundaries; set with the layout
 
     def __post_init__(self) -> None:
         super().__post_init__()

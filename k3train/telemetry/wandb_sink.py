@@ -37,6 +37,7 @@ _STEP_NAMES = {
     "tflops_per_second": "throughput/tflops_per_second",
     "mfu": "throughput/mfu",
     "memory_bytes": "memory/peak_bytes",
+    "pipeline_bytes": "throughput/pipeline_bytes",
 }
 _EVAL_NAMES = {
     "loss": "loss/heldout",

@@ -120,6 +120,7 @@ class Trainer:
             "lr": max(float(group["lr"]) for group in self.optimizer.param_groups),
             **self.throughput.metrics(time.perf_counter() - started),
             "memory_bytes": peak_memory,
+            "pipeline_bytes": self.runner.pipeline_bytes,
             "paths": self.paths,
             "timings": self.timers.collect(),
         }

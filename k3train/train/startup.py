@@ -21,7 +21,7 @@ from k3train.checkpoint.state import TrainState
 from k3train.config.load import recipe_from_dict
 from k3train.config.schema import RecipeConfig, to_plain
 from k3train.errors import UserError
-from k3train.parallel.stages import describe, layout_of
+from k3train.parallel.stages import describe
 from k3train.platform import Platform
 from k3train.telemetry.metrics_log import read_metrics
 from k3train.telemetry.telemetry import Telemetry
@@ -208,7 +208,7 @@ def tell_start(
         f"DP{data_parallel}{f' x CP{p.context}' if p.context > 1 else ''}, EP{p.expert}"
     )
     if p.pipeline > 1:
-        telemetry.event("pipeline stages:\n" + describe(layout_of(p, config.model)))
+        telemetry.event("pipeline stages:\n" + describe(config))
     telemetry.event("paths: " + ", ".join(f"{part}={path}" for part, path in paths.items()))
     if origin is not None:
         verb = "continues" if state.step else "starts with the weights of"

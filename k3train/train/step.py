@@ -10,11 +10,13 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
 from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.process_groups_config import ProcessGroupCollection
 
 from k3train.config.schema import TrainConfig
 from k3train.model.mtp import mtp_targets
 from k3train.model.packing import Packing
 from k3train.model.transformer_config import K3TransformerConfig
+from k3train.parallel.communicator import StageCommunicator
 from k3train.train.stage import Batch, Stage
 
 Reports = dict[str, float]
@@ -33,12 +35,14 @@ class StepRunner:
     ) -> None:
         self.models = models
         self.config = config
+        self.pipeline_bytes = 0  # that the ranks of this pipeline sent to each other in the last run
         self.train = train
         self.stage = stage
         self.device = device
         config.finalize_model_grads_func = finalize_model_grads
         if models[0].ddp_config.overlap_grad_reduce:
             config.no_sync_func = models[0].no_sync if len(models) == 1 else [m.no_sync for m in models]
+        self._communicator: StageCommunicator | None = None
         self._schedule = get_forward_backward_func()
 
     def forward_backward(self, batches: list[Batch]) -> Reports:
@@ -71,6 +75,7 @@ class StepRunner:
             seq_length=self.train.seq_length,
             micro_batch_size=self.train.micro_batch_size,
             forward_only=forward_only,
+            **self._pipeline([batch for batch, _ in feed]),
         )
         return self._pool(reported)
 
@@ -88,6 +93,18 @@ class StepRunner:
         packing = packing.shard(parallel_state.get_context_parallel_rank(), size)
         return {key: packing.context.cut(rows) for key, rows in batch.items()}, packing
 
+    def _pipeline(self, batches: list[Batch]) -> dict[str, object]:
+        """What the schedule needs to move activations between stages; nothing without pipeline parallelism."""
+        if self.config.pipeline_model_parallel_size == 1:
+            return {}
+        shards = self.config.tensor_model_parallel_size if self.config.sequence_parallel else 1
+        shapes = [(batch["tokens"].shape[1] // shards, batch["tokens"].shape[0]) for batch in batches]
+        self._communicator = StageCommunicator(self.config, self.config.pipeline_traffic, shapes)
+        return {
+            "p2p_communicator": self._communicator,
+            "pg_collection": ProcessGroupCollection.use_mpu_process_groups(),
+        }
+
     def _forward_step(
         self, iterator: Iterator[tuple[Batch, Packing]], model: torch.nn.Module
     ) -> tuple[object, Callable]:
@@ -103,6 +120,8 @@ class StepRunner:
         group = parallel_state.get_pipeline_model_parallel_group()
         box = [names]
         dist.broadcast_object_list(box, src=last, group=group)
+        if self._communicator is not None:
+            self.pipeline_bytes = self._communicator.total_bytes(self.device)
         totals = torch.zeros(len(box[0]), 2, dtype=torch.float64, device=self.device)
         for report in reported:
             totals += torch.stack([report[name].double() for name in names])

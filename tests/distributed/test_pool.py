@@ -126,6 +126,16 @@ def test_a_hang_ends_at_its_timeout_with_every_stack(pool: WorkerPool) -> None:
     assert "in barrier" in message
 
 
+def test_a_hang_of_the_test_process_ends_the_session_with_its_stack(tmp_path: Path) -> None:
+    test = tmp_path / "test_hang.py"
+    test.write_text("import time\n\ndef test_hangs():\n    time.sleep(600)\n")
+    config = Path(__file__).parents[2] / "pyproject.toml"
+    command = [sys.executable, "-m", "pytest", "-c", str(config), "-o", "faulthandler_timeout=1", str(test)]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode not in (0, 5)
+    assert "in test_hangs" in done.stderr + done.stdout
+
+
 def test_a_dead_rank_is_named_with_its_exit_code(pool: WorkerPool) -> None:
     with pytest.raises(DistributedTestError, match="rank 1 of 2 died with exit code 7"):
         pool.run(dies, 2, timeout=3600)

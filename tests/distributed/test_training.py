@@ -72,6 +72,7 @@ def test_the_loop_gives_the_same_numbers_in_every_layout(
         assert ours["loss"] == pytest.approx(one_rank["loss"], rel=1e-5)
         assert ours["grad_norm"] == pytest.approx(one_rank["grad_norm"], rel=1e-4)
         assert (ours["lr"], ours["tokens"]) == (one_rank["lr"], one_rank["tokens"])
+        assert (ours["pipeline_bytes"] > 0) == ("parallel__pipeline" in changes)
     assert lines(tmp_path, "eval")[-1]["loss"] == pytest.approx(lines(clean[0], "eval")[-1]["loss"], rel=1e-5)
 
 
