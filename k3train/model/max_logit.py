@@ -1,4 +1,4 @@
-"""The largest pre-softmax attention logit of each head, which weight clipping needs and fused attention keeps to itself.
+"""The largest pre-softmax attention logit of each head: weight clipping needs it, fused attention keeps it to itself.
 
 It takes a product of queries and keys of its own, a block of queries at a time, so that no more than one block's logits
 exist at once.

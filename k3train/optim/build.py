@@ -13,7 +13,7 @@ from megatron.core.optimizer_param_scheduler import ParamGroupOverride
 from k3train.config.schema import MuonConfig, OptimConfig, ParallelConfig
 from k3train.model.transformer_config import K3TransformerConfig, params_dtype
 from k3train.optim.muon import MuonAdamW, MuonWork
-from k3train.optim.newton_schulz import orthogonalize_flops
+from k3train.optim.newton_schulz import newton_schulz_precision, orthogonalize_flops
 from k3train.optim.plan import assign_owners, compile_rounds, gather_blocks, pieces_of
 from k3train.optim.policy import Treatment, apply_policy
 from k3train.optim.schedule import build_schedule
@@ -135,7 +135,6 @@ def _share_work(part: MegatronOptimizer, muon: MuonConfig, treatments: Treatment
     blocks = gather_blocks(pieces, group)
     assign_owners(blocks, lambda b: orthogonalize_flops(*b.shape, muon.steps), group.size())
     rounds = compile_rounds(blocks, pieces, group.rank(), muon.exchange_mib * 2**18)
-    on_cuda = next(iter(treatments)).is_cuda
-    dtype = torch.bfloat16 if muon.precision == "bf16" or (muon.precision == "auto" and on_cuda) else torch.float32
-    return MuonWork(shards, rounds, group, muon, dtype)
+    precision = newton_schulz_precision(muon, next(iter(treatments)).device.type)
+    return MuonWork(shards, rounds, group, muon, params_dtype(precision))
 

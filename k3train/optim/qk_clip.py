@@ -41,10 +41,15 @@ class QKClip:
     """
 
     def __init__(
-        self, config: QKClipConfig, models: list[torch.nn.Module], optimizer: MegatronOptimizer, num_layers: int
+        self,
+        config: QKClipConfig,
+        models: list[torch.nn.Module],
+        optimizer: MegatronOptimizer,
+        num_layers: int,
+        device: torch.device,
     ) -> None:
         """Start watching; `num_layers` counts the layers of the whole model, those of multi-token prediction too."""
-        self.config, self.num_layers = config, num_layers
+        self.config, self.num_layers, self.device = config, num_layers, device
         self.layers: list[ClippedLayer] = []
         if not config.enabled:
             return
@@ -57,7 +62,7 @@ class QKClip:
             if isinstance(mixer, GatedMLA):
                 projection = mixer.q_proj if mixer.mla.q_lora_rank is None else mixer.q_b_proj
                 query, key = projection.weight, mixer.kv_b_proj.weight
-                mixer.max_logit = MaxLogit(mixer.local_heads, mixer.qk_dim**-0.5, key.device)
+                mixer.max_logit = MaxLogit(mixer.local_heads, mixer.qk_dim**-0.5, device)
                 self.layers.append(ClippedLayer(layer.layer_number, mixer, held.get(query, []), held.get(key, [])))
         self._factors: list[torch.Tensor] = []
         if part.optimizer is not None:
@@ -78,7 +83,7 @@ class QKClip:
         """
         if not self.config.enabled or step % self.config.interval:
             return {}
-        table = torch.full((self.num_layers + 1, 2), -1.0, dtype=torch.float64)
+        table = torch.full((self.num_layers + 1, 2), -torch.inf, dtype=torch.float64, device=self.device)
         if self.layers:
             maxima = torch.stack([layer.mixer.max_logit.value for layer in self.layers])  # [layers, local heads]
             data_group = parallel_state.get_data_parallel_group(with_context_parallel=True)
@@ -90,9 +95,7 @@ class QKClip:
             dist.all_reduce(above, group=tensor_group)
             dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=tensor_group)
             for layer, biggest, count in zip(self.layers, largest.tolist(), above.tolist(), strict=True):
-                table[layer.number] = torch.tensor([biggest, count])
-        device = self.layers[0].mixer.max_logit.value.device if self.layers else _device()
-        table = table.to(device)
+                table[layer.number] = torch.tensor([biggest, count], device=self.device)
         dist.all_reduce(table, op=dist.ReduceOp.MAX, group=parallel_state.get_pipeline_model_parallel_group())
         rows = {number: row for number, row in enumerate(table.tolist()) if row[1] >= 0}
         return {
@@ -118,12 +121,9 @@ def _rows(factor: torch.Tensor, count: int) -> torch.Tensor:
 
 
 def _scale_rows(shards: list[MainShard], factors: torch.Tensor) -> None:
-    """Multiply the rows of a projection [heads * rows, columns] by factors [heads, rows], where this rank holds them."""
+    """Multiply the rows of a projection [heads * rows, columns] by factors [heads, rows], where this rank has them."""
     for shard in shards:
         columns = shard.parameter.shape[1]
         each = factors.flatten()[:, None].expand(-1, columns).flatten()
         shard.main.data.view(-1).mul_(each[shard.start : shard.end])
 
-
-def _device() -> torch.device:
-    return torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else torch.device("cpu")

@@ -16,6 +16,7 @@ from k3train.config.parameters import parameter_count
 from k3train.config.schema import RecipeConfig
 from k3train.model.experts import use_grouped_matmul
 from k3train.model.spec import attention_path
+from k3train.optim.newton_schulz import newton_schulz_precision
 from k3train.parallel.balance import LayerBalance
 from k3train.platform import Platform
 from k3train.telemetry.flops import model_flops_per_token, peak_flops
@@ -116,6 +117,10 @@ def paths_taken(config: RecipeConfig, here: Platform) -> dict[str, str]:
         "transformer_impl": implementation,
         "attention": attention_path(implementation, here.kind, config.train.precision),
     }
+    if config.optim.name == "muon":
+        paths["newton_schulz"] = newton_schulz_precision(config.optim.muon, here.kind)
+    if config.optim.qk_clip.enabled:
+        paths["max_logit"] = f"a product of queries and keys of its own, every {config.optim.qk_clip.interval} steps"
     if model.moe.num_experts:
         paths["dispatch"] = model.moe.dispatcher
         # Megatron-Core's rule has its own selection.
