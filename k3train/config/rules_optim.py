@@ -86,8 +86,8 @@ def _check_policy(config: RecipeConfig) -> None:
         )
     if optim.name == "muon" and not under_muon:
         raise UserError(
-            "optim.name=muon, but no rule of optim.policy puts a parameter under muon; allowed: one or more such rules;"
-            " try optim=per-head-muon, which has K3's"
+            "optim.policy has no rule that puts a parameter under muon, which optim.name=muon needs; allowed: one or more"
+            " such rules; try optim=per-head-muon, which has K3's"
         )
 
 

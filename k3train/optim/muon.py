@@ -50,9 +50,12 @@ class MuonAdamW(torch.optim.AdamW):
             tensors = [p.data for p in parameters]
             torch._foreach_mul_(tensors, 1.0 - group["lr"] * group["weight_decay"])
             torch._foreach_add_(tensors, [p.grad for p in parameters], alpha=-group["lr"])
-            for parameter in parameters:
-                parameter.grad = None  # AdamW passes over parameters without a gradient
-        super().step()
+        everything = self.param_groups
+        self.param_groups = [group for group in everything if group.get("optimizer") != "muon"]
+        try:
+            super().step()
+        finally:
+            self.param_groups = everything
 
     def _directions(self, parameters: list[torch.Tensor]) -> None:
         """Advance the momenta, and leave what is to be orthogonalized in the gradients."""
