@@ -81,13 +81,13 @@ def _check_policy(config: RecipeConfig) -> None:
     under_muon = any(rule.optimizer == "muon" for rule in optim.policy)
     if optim.name == "adamw" and under_muon:
         raise UserError(
-            "optim.policy puts parameters under muon, and optim.name=adamw has none; allowed: optimizer: adamw in every"
-            " rule; try optim.name=muon, or optim.policy=[]"
+            "optim.policy puts parameters under muon, and optim.name=adamw has none; allowed: optimizer: adamw in"
+            " every rule; try optim.name=muon, or optim.policy=[]"
         )
     if optim.name == "muon" and not under_muon:
         raise UserError(
-            "optim.policy has no rule that puts a parameter under muon, which optim.name=muon needs; allowed: one or more"
-            " such rules; try optim=per-head-muon, which has K3's"
+            "optim.policy has no rule that puts a parameter under muon, which optim.name=muon needs; allowed: one or"
+            " more such rules; try optim=per-head-muon, which has K3's"
         )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from k3kernels.newton_schulz import orthogonalize_flops
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
@@ -12,8 +13,7 @@ from megatron.core.optimizer_param_scheduler import ParamGroupOverride
 
 from k3train.config.schema import MuonConfig, OptimConfig, ParallelConfig
 from k3train.model.transformer_config import K3TransformerConfig, params_dtype
-from k3train.optim.muon import MuonAdamW, MuonWork
-from k3train.optim.newton_schulz import newton_schulz_precision, orthogonalize_flops
+from k3train.optim.muon import MuonAdamW, MuonWork, newton_schulz_precision
 from k3train.optim.plan import assign_owners, compile_rounds, gather_blocks, pieces_of
 from k3train.optim.policy import Treatment, apply_policy
 from k3train.optim.schedule import build_schedule

@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from k3kernels.newton_schulz import orthogonalize
 
 from k3train.config.schema import MuonConfig
-from k3train.optim.newton_schulz import orthogonalize
 from k3train.optim.plan import Batch, Round, Span
 
 
@@ -167,3 +167,10 @@ def _fill(
         _at(gradients, span).copy_(flat[element : element + span.length])
     for span, element in batch.outgoing:
         outgoing[span.where][span.start : span.start + span.length] = flat[element : element + span.length]
+
+
+def newton_schulz_precision(muon: MuonConfig, device_kind: str) -> str:
+    """`optim.muon.precision` as fp32 or bf16 on this kind of device; CPUs gain nothing from bf16."""
+    if muon.precision == "auto":
+        return "bf16" if device_kind == "cuda" else "fp32"
+    return muon.precision

@@ -16,7 +16,7 @@ from k3train.config.parameters import parameter_count
 from k3train.config.schema import RecipeConfig
 from k3train.model.experts import use_grouped_matmul
 from k3train.model.spec import attention_path
-from k3train.optim.newton_schulz import newton_schulz_precision
+from k3train.optim.muon import newton_schulz_precision
 from k3train.parallel.balance import LayerBalance
 from k3train.platform import Platform
 from k3train.telemetry.flops import model_flops_per_token, peak_flops

@@ -2,8 +2,9 @@
 
     python kernels/bench/bench_muon.py --device cpu --shape k3 --rows-fraction 8
 
-Shapes are one matrix of K3 (a KDA query, key or value projection, 96 heads of [128 x 7168]), or all matrices of one
-`k3-tiny` KDA layer with its experts. `--rows-fraction n` takes every n-th head, where a whole matrix would take minutes.
+Shapes are one matrix of K3 (a KDA query, key or value projection, 96 heads of [128 x 7168]), or the projections of one
+`k3-tiny` KDA layer that are split by head. `--rows-fraction n` takes every n-th head, where a whole matrix would take
+minutes.
 What is timed is the update from gradient to weight: momentum, orthogonalization and scaling for Muon; torch's AdamW.
 Rows are medians of interleaved rounds; ratios are against the whole matrix.
 """
@@ -11,18 +12,12 @@ Rows are medians of interleaved rounds; ratios are against the whole matrix.
 import argparse
 import platform
 import statistics
-import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
+from k3kernels.newton_schulz import orthogonalize, orthogonalize_flops
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-
-from k3train.optim.newton_schulz import orthogonalize, orthogonalize_flops  # noqa: E402
-
-# name: [(matrices per head split, rows of a head, columns, number of heads)]
 Shapes = list[tuple[int, int, int]]  # heads, rows of a head, columns
 SHAPES: dict[str, Shapes] = {
     "k3": [(96, 128, 7168)],
@@ -72,7 +67,8 @@ def main() -> None:
     parser.add_argument("--dtype", choices=("fp32", "bf16"), help="of Newton-Schulz; default bf16 on CUDA, else fp32")
     options = parser.parse_args()
     device = torch.device(options.device)
-    dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[options.dtype or ("bf16" if device.type == "cuda" else "fp32")]
+    precision = options.dtype or ("bf16" if device.type == "cuda" else "fp32")
+    dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[precision]
     shapes = [(max(1, heads // options.rows_fraction), rows, columns) for heads, rows, columns in SHAPES[options.shape]]
     functions = candidates(shapes, device, dtype)
     times: dict[str, list[float]] = {name: [] for name in functions}

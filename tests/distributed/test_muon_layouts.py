@@ -133,7 +133,7 @@ def test_small_rounds_change_nothing(pool: WorkerPool, one_rank: list[dict[str, 
 
 @pytest.mark.parametrize(("layout", "ranks"), [({}, 1), ({"tensor": 2, "expert": 2}, 4)])
 def test_training_steps_are_those_of_one_rank(pool: WorkerPool, layout: dict[str, Any], ranks: int) -> None:
-    """Whole steps: gradients of micro-batches, clipping, both optimizers. One rank runs micro-batches of another size."""
+    """Whole steps: gradients of micro-batches (on one rank of another size), clipping, both optimizers."""
     expected = pool.run(train, 1, muon_recipe())
     actual = pool.run(train, ranks, muon_recipe(micro_batch_size=2, **layout))
     for step in range(STEPS):

@@ -51,7 +51,7 @@ WRONG = [
     (["optim.name=muonn"], "optim.name=muonn does not exist", "optim.name=muon"),
     (["optim.name=muon"], "optim.policy has no rule that puts a parameter under muon", None),
     (["optim=per-head-muon", "optim.name=adamw"], "optim.policy puts parameters under muon", "optim.name=muon"),
-    (["optim=per-head-muon", "optim.policy.3.split=head"], "policy.3.split=head does not", "optim.policy.3.split=whole"),
+    (["optim=per-head-muon", "optim.policy.3.split=head"], "3.split=head does not", "optim.policy.3.split=whole"),
     (["optim=per-head-muon", "optim.policy.0.split=heads"], "has no effect with opt", "optim.policy.0.split=whole"),
     (["optim=per-head-muon", "optim.policy.0.lr_mult=0"], "lr_mult=0 is out of", "optim.policy.0.lr_mult=1.0"),
     (["optim.muon.momentum=1.0"], "optim.muon.momentum=1.0 is out of range", "optim.muon.momentum=0.95"),

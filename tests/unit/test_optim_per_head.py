@@ -161,7 +161,8 @@ def test_what_one_head_does_leaves_the_others_updates_alone(single_rank: None) -
 @pytest.mark.parametrize("distributed", [True, False])
 def test_three_steps_by_hand(single_rank: None, distributed: bool) -> None:
     """Momentum, Nesterov, scale, decoupled decay and the rate's multiplier, spelled out for one head of one matrix."""
-    from k3train.optim.newton_schulz import orthogonalize
+    from k3kernels.newton_schulz import orthogonalize
+
     from k3train.optim.schedule import build_schedule
 
     rules = [dataclasses.replace(rule) for rule in shipped().policy]

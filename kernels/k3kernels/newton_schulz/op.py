@@ -7,8 +7,6 @@ from collections.abc import Sequence
 import torch
 from emerging_optimizers.orthogonalized_optimizers.muon_utils import batched_newton_schulz_step
 
-from k3train.config.schema import MuonConfig
-
 # K2's and Moonlight's (arXiv:2502.16982): five steps carry singular values from 0.002 of the Frobenius norm upwards
 # into about 0.7 to 1.2, without converging to 1.
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
@@ -48,10 +46,3 @@ def orthogonalize_flops(rows: int, columns: int, steps: int) -> int:
     """Floating-point operations of `orthogonalize` for one matrix: per step two products with it and one square."""
     short, long = sorted((rows, columns))
     return steps * (4 * short * short * long + 2 * short**3)
-
-
-def newton_schulz_precision(muon: MuonConfig, device_kind: str) -> str:
-    """`optim.muon.precision` as fp32 or bf16 on this kind of device; CPUs gain nothing from bf16."""
-    if muon.precision == "auto":
-        return "bf16" if device_kind == "cuda" else "fp32"
-    return muon.precision

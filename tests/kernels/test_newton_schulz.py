@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from emerging_optimizers.orthogonalized_optimizers.muon_utils import newton_schulz
-
-from k3train.optim.newton_schulz import orthogonalize, orthogonalize_flops
+from k3kernels.newton_schulz import orthogonalize, orthogonalize_flops
 
 # Shapes of k3-tiny and of K3 cut down: KDA head, MLA q_b head, kv_b part, output projection, expert, wide and square.
 SHAPES = [(32, 128), (48, 48), (32, 32), (128, 96), (96, 64), (16, 512), (64, 64)]
