@@ -12,12 +12,17 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import subprocess
 import sys
 from pathlib import Path
 
+from k3train import platform
+from k3train.config.load import load_recipe
+from k3train.config.validate import validate
 from k3train.errors import UserError
+from k3train.platform import Platform
+from k3train.stages.pretrain import PretrainStage
 from k3train.telemetry.metrics_log import read_metrics
+from k3train.train.loop import run_training
 
 OPTIMIZERS = {"adamw-tiny": "AdamW", "muon": "Muon, whole matrices", "per-head-muon": "Per-Head Muon"}
 
@@ -35,8 +40,8 @@ def arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def train(options: argparse.Namespace, optimizer: str, seed: int, rates: dict[str, float]) -> Path:
-    """One run; returns its directory."""
+def train(options: argparse.Namespace, here: Platform, optimizer: str, seed: int, rates: dict[str, float]) -> Path:
+    """One run in this process; returns its directory."""
     run_dir = options.out / f"{optimizer}-seed{seed}"
     overrides = [
         "recipe=pretrain/k3-tiny",
@@ -53,15 +58,15 @@ def train(options: argparse.Namespace, optimizer: str, seed: int, rates: dict[st
         "checkpoint.interval=0",
         "checkpoint.keep_last=1",
         "telemetry.wandb.mode=disabled",
-        "telemetry.interactive=false",
+        "telemetry.console=false",
     ]
     if optimizer in rates:
         overrides += [f"optim.lr={rates[optimizer]:g}", f"optim.min_lr={rates[optimizer] / 10:g}"]
-    command = [sys.executable, "-m", "k3train", *overrides, *options.overrides]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode:
-        said = done.stdout[-2000:] + done.stderr[-2000:]
-        raise UserError(f"{' '.join(command)} ended with {done.returncode}:\n{said}")
+    config = load_recipe([*overrides, *options.overrides])
+    validate(config)
+    code = run_training(config, PretrainStage, here)
+    if code:
+        raise UserError(f"the run in {run_dir} was interrupted; the same command goes on with it")
     return run_dir
 
 
@@ -122,13 +127,16 @@ def main() -> int:
         if unknown:
             raise UserError(f"--lr names {unknown[0]}; allowed: {', '.join(OPTIMIZERS)}")
         runs: dict[str, list[Path]] = {name: [] for name in OPTIMIZERS}
+        here = platform.start("cpu")
         for seed in options.seeds:
             for optimizer in OPTIMIZERS:
-                runs[optimizer].append(train(options, optimizer, seed, rates))
+                runs[optimizer].append(train(options, here, optimizer, seed, rates))
                 print(f"{optimizer}, seed {seed}: {held_out(runs[optimizer][-1]):.4f} nats", flush=True)
     except (UserError, ValueError) as error:
         print(f"compare_optimizers: {error}", file=sys.stderr)
         return 1
+    finally:
+        platform.stop()
     print(table(runs))
     if options.picture:
         draw(runs, options.picture)
