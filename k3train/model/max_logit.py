@@ -27,31 +27,42 @@ class MaxLogit:
 
     @torch.no_grad()
     def observe(self, q: torch.Tensor, k: torch.Tensor, packing: Packing, training: bool) -> None:
-        """Take in queries [b, heads, s, d] and keys [b, heads, s, d] of the same positions.
+        """Take in queries [b, heads, s, d] and keys [b, heads, t, d]; the queries are at the last s of the t positions.
 
         Only pairs count that attention sees: the same document, the key not after the query.
         """
         grad_enabled = q.requires_grad  # recorded by autograd: neither evaluation nor the pass before a recomputation
         if not (self.active and training and grad_enabled):
             return
-        self.value = torch.maximum(self.value, largest_logits(q, k, packing.document_ids) * self.scale)
+        self.value = torch.maximum(self.value, largest_logits(q, k, _documents(packing)) * self.scale)
 
     def reset(self) -> None:
         """Forget this step's maximum."""
         self.value = torch.full_like(self.value, -torch.inf)
 
 
+def _documents(packing: Packing) -> torch.Tensor:
+    """Documents of the keys' positions, [b, t]: with context parallelism those of the shards before too."""
+    context = getattr(packing, "context", None)
+    return packing.document_ids if context is None else context.document_ids[:, context.first_key : context.end]
+
+
 def largest_logits(q: torch.Tensor, k: torch.Tensor, document_ids: torch.Tensor) -> torch.Tensor:
-    """max of q . k over batch and visible pairs: [heads] in fp32 from [b, heads, s, d] twice and documents [b, s]."""
-    batch, heads, length, _ = q.shape
-    rows = max(1, BLOCK_ELEMENTS // (batch * heads * length))
-    positions = torch.arange(length, device=q.device)
+    """max of q . k over batch and visible pairs: [heads] in fp32.
+
+    Queries [b, heads, s, d] are at the last s of the positions of keys [b, heads, t, d] and documents [b, t].
+    """
+    batch, heads, queries, _ = q.shape
+    keys = k.shape[2]
+    rows = max(1, BLOCK_ELEMENTS // (batch * heads * keys))
+    positions = torch.arange(keys, device=q.device)
     best = torch.full((heads,), -torch.inf, device=q.device)
-    for start in range(0, length, rows):
-        end = min(start + rows, length)
-        logits = torch.matmul(q[:, :, start:end], k[:, :, :end].transpose(-1, -2)).float()
-        visible = document_ids[:, start:end, None] == document_ids[:, None, :end]
-        visible &= positions[None, start:end, None] >= positions[None, None, :end]
+    for start in range(0, queries, rows):
+        end = min(start + rows, queries)
+        first, last = keys - queries + start, keys - queries + end  # among the keys
+        logits = torch.matmul(q[:, :, start:end], k[:, :, :last].transpose(-1, -2)).float()
+        visible = document_ids[:, first:last, None] == document_ids[:, None, :last]
+        visible &= positions[None, first:last, None] >= positions[None, None, :last]
         logits = logits.masked_fill_(~visible[:, None], -torch.inf)
         best = torch.maximum(best, logits.amax(dim=(0, 2, 3)))
     return best

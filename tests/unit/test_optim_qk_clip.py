@@ -27,6 +27,8 @@ def test_largest_logits_are_those_of_the_whole_score_matrix(monkeypatch: pytest.
     expected = scores.amax(dim=(0, 2, 3))
     torch.testing.assert_close(largest_logits(q, k, packed(IDS).document_ids), expected, rtol=1e-5, atol=1e-5)
     assert (expected < (q @ k.mT).amax(dim=(0, 2, 3))).any()  # the mask matters
+    last = scores[:, :, 20:].amax(dim=(0, 2, 3))  # as one of several context-parallel ranks sees it
+    torch.testing.assert_close(largest_logits(q[:, :, 20:], k, packed(IDS).document_ids), last, rtol=1e-5, atol=1e-5)
 
 
 class Run:
