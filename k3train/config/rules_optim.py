@@ -71,6 +71,15 @@ def check_optim(config: RecipeConfig) -> None:
             "three numbers",
             "optim.muon.coefficients=[3.4445,-4.775,2.0315]",
         )
+    if config.train.precision == "bf16" and not config.parallel.distributed_optimizer:
+        raise refuse(
+            config,
+            "parallel.distributed_optimizer",
+            "cannot save checkpoints with train.precision=bf16: Megatron-Core's unsharded optimizer passes over the"
+            " parameters that stay in fp32",
+            "true with bf16",
+            "parallel.distributed_optimizer=true",
+        )
     _check_policy(config)
 
 

@@ -62,6 +62,11 @@ WRONG = [
         "optim.decay_fraction=0.2 and optim.warmup_fraction=0.9 are more than the whole run",
         "optim.decay_fraction=0.1",
     ),
+    (
+        ["train.precision=bf16", "parallel.distributed_optimizer=false"],
+        "parallel.distributed_optimizer=false cannot save checkpoints with train.precision=bf16",
+        "parallel.distributed_optimizer=true",
+    ),
     (["optim.qk_clip.tau=0"], "optim.qk_clip.tau=0.0 is out of range", "optim.qk_clip.tau=100"),
     (["optim.schedule=cosin"], "optim.schedule=cosin does not exist", "optim.schedule=cosine"),
     (["train.precision=fp16"], "train.precision=fp16 does not exist", "train.precision=bf16"),
