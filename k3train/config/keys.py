@@ -9,7 +9,7 @@ from dataclasses import MISSING, Field, fields, is_dataclass
 from functools import cache
 from typing import Any, get_args, get_origin, get_type_hints
 
-from k3train.config.schema import CorpusConfig, RecipeConfig
+from k3train.config.schema import CorpusConfig, PolicyRule, RecipeConfig
 
 _WORDS = {
     "int": "a whole number",
@@ -24,6 +24,7 @@ _WORDS = {
     "list[float]": "a list of numbers such as [0.9,0.95]",
     "list[str]": "a list of texts such as [a,b]",
 }
+_ITEMS = {"data.train": CorpusConfig, "data.valid": CorpusConfig, "optim.policy": PolicyRule}
 
 # What Megatron-LM, torchtitan, Hugging Face's Trainer, people and earlier versions call these keys.
 _OTHER_NAMES = {
@@ -93,12 +94,13 @@ def expected(key: str) -> str:
     plain = re.sub(r"\[\d+\]", "", key)
     if plain != key and plain not in leaf_types():
         list_key, _, item_key = plain.rpartition(".")
-        items = {"data.train": CorpusConfig, "data.valid": CorpusConfig}.get(list_key)
+        items = _ITEMS.get(list_key)
         return _WORDS[_spell(get_type_hints(items)[item_key])] if items else "an item of the list"
     spelled = leaf_types().get(plain)
     if spelled is None:
         return "a group of keys" if plain in sections() else "a value of the schema's type"
-    return _WORDS.get(spelled, "a list of mappings such as [{path: data/demo/train, weight: 1.0}]")
+    example = "{match: '.*', optimizer: adamw}" if plain == "optim.policy" else "{path: data/demo/train, weight: 1.0}"
+    return _WORDS.get(spelled, f"a list of mappings such as [{example}]")
 
 
 def default_of(key: str) -> Any:

@@ -14,16 +14,17 @@ _FP32 = 4
 def least_training_bytes(config: RecipeConfig, world_size: int) -> tuple[float, float]:
     """Bytes that all ranks together need at least: (of parameters, of one micro-batch).
 
-    Parameters: the weights and fp32 gradients of every data- and context-parallel replica of the dense part, one
-    copy of the experts, and Adam's two fp32 moments once, with fp32 main parameters beside bf16 weights. A
-    micro-batch: its logits and their gradient in fp32, and one activation a sublayer (none but the layer's input with
-    recomputation).
+    Parameters: the weights and fp32 gradients of every data- and context-parallel replica of the dense part, one copy
+    of the experts, and once Adam's two fp32 moments (with Muon one, that of the matrices) and, beside bf16 weights, fp32
+    main parameters. A micro-batch: its logits and their gradient in fp32, and one activation a sublayer (none but the
+    layer's input with recomputation).
     """
     model, parallel, train = config.model, config.parallel, config.train
     count = parameter_count(model)
     low = train.precision == "bf16"
     weight = 2 if low else _FP32
-    sharded = 2 * _FP32 + (_FP32 if low else 0)
+    moments = 1 if config.optim.name == "muon" else 2
+    sharded = moments * _FP32 + (_FP32 if low else 0)
     data_parallel = max(1, world_size // (parallel.tensor * parallel.pipeline * parallel.context))
     experts = model.moe.num_experts * (model.num_layers - model.moe.first_dense_layers)
     routed = 3 * model.moe.expert_hidden_size * (model.moe.latent_size or model.hidden_size) * max(0, experts)

@@ -1,14 +1,13 @@
-"""Which data, optimizer, loop and run sections make sense."""
+"""Which data, loop and run sections make sense."""
 
 from __future__ import annotations
 
 from k3train.config.rules import check_choice, check_range, refuse, value_at
+from k3train.config.rules_optim import check_optim
 from k3train.config.schema import RecipeConfig
 from k3train.errors import UserError
 
 CHOICES = {
-    "optim.name": ("adamw",),
-    "optim.schedule": ("cosine", "constant"),
     "stage.name": ("pretrain",),
     "train.precision": ("fp32", "bf16"),
     "checkpoint.resume": ("auto", "never"),
@@ -27,9 +26,6 @@ AT_LEAST = {
     "checkpoint.interval": (0, 100),
     "checkpoint.keep_last": (0, 2),
     "data.num_workers": (0, 0),
-    "optim.min_lr": (0, 3e-4),
-    "optim.weight_decay": (0, 0.1),
-    "optim.clip_grad": (0, 1.0),
 }
 NOT_EMPTY = {
     "run.name": "k3-tiny",
@@ -51,31 +47,8 @@ def check_run(config: RecipeConfig) -> None:
     check_range(config, "run.timeout_minutes", 30, above=0)
     if config.run.threads_per_rank is not None:
         check_range(config, "run.threads_per_rank", "null", least=1)
-    _check_optim(config)
+    check_optim(config)
     _check_corpora(config)
-
-
-def _check_optim(config: RecipeConfig) -> None:
-    optim = config.optim
-    check_range(config, "optim.lr", 3e-3, above=0)
-    check_range(config, "optim.warmup_fraction", 0.01, least=0, below=1)
-    check_range(config, "optim.eps", 1e-8, above=0)
-    if optim.min_lr > optim.lr:
-        raise refuse(
-            config,
-            "optim.min_lr",
-            f"is above optim.lr={optim.lr:g}",
-            f"0 to {optim.lr:g}",
-            f"optim.min_lr={optim.lr / 10:g}",
-        )
-    if len(optim.betas) != 2 or not all(0 <= beta < 1 for beta in optim.betas):
-        raise refuse(
-            config,
-            "optim.betas",
-            "is not a pair of decay rates",
-            "two numbers from 0 up to, but not, 1",
-            "optim.betas=[0.9,0.95]",
-        )
 
 
 def _check_corpora(config: RecipeConfig) -> None:

@@ -34,18 +34,59 @@ class ParallelConfig:
 
 
 @dataclass
+class PolicyRule:
+    """How the parameters whose whole name a pattern matches are trained; the first rule that matches counts."""
+
+    # Regular expression over the whole name, such as decoder.layers.3.mixer.q_proj.weight.
+    match: str = "???"
+    optimizer: str = "muon"  # muon | adamw
+    # What is orthogonalized as one matrix: whole | heads | head_parts (a head's key and value, nope and rope parts)
+    # | experts (each expert's w1, w2 and w3). Only for muon.
+    split: str = "whole"
+    lr_mult: float = 1.0  # times optim.lr and optim.min_lr
+    decay: bool = True  # vectors and convolutions never decay
+
+
+@dataclass
+class MuonConfig:
+    """Momentum and orthogonalization of the parameters under Muon. Defaults: Moonlight's and K2's."""
+
+    momentum: float = 0.95
+    nesterov: bool = True
+    steps: int = 5  # Newton-Schulz iterations
+    coefficients: list[float] = field(default_factory=lambda: [3.4445, -4.7750, 2.0315])
+    update_scale: float = 0.2  # times sqrt(max(rows, columns)) of the block: the RMS of an update
+    precision: str = "auto"  # of Newton-Schulz: fp32 | bf16 | auto (bf16 on CUDA)
+    exchange_mib: int = 256  # fp32 MiB of blocks that a rank collects and orthogonalizes at a time
+
+
+@dataclass
+class QKClipConfig:
+    """K2's weight clipping: heads whose attention logits grow too large have their query and key weights shrunk."""
+
+    enabled: bool = False
+    tau: float = 100.0  # largest pre-softmax logit that is left alone
+    interval: int = 1  # steps between measurements; the logits cost another product of queries and keys
+
+
+@dataclass
 class OptimConfig:
     """Optimizer and schedule."""
 
-    name: str = "adamw"
+    name: str = "adamw"  # adamw | muon (with AdamW for what policy gives it)
     lr: float = 3e-3
     min_lr: float = 3e-4
-    schedule: str = "cosine"  # cosine | constant
+    schedule: str = "cosine"  # cosine | wsd (warm-up, stable, decay) | constant
     warmup_fraction: float = 0.01  # of train.steps, linear
-    weight_decay: float = 0.1
+    decay_fraction: float = 0.2  # of train.steps at the end, for wsd
+    decay_style: str = "linear"  # of that end: linear | cosine | minus_sqrt
+    weight_decay: float = 0.1  # decoupled
     betas: list[float] = field(default_factory=lambda: [0.9, 0.95])
     eps: float = 1e-8
     clip_grad: float = 1.0  # global gradient norm; 0 turns clipping off
+    policy: list[PolicyRule] = field(default_factory=list)  # empty: AdamW for all
+    muon: MuonConfig = field(default_factory=MuonConfig)
+    qk_clip: QKClipConfig = field(default_factory=QKClipConfig)
 
 
 @dataclass

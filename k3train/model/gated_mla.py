@@ -7,6 +7,7 @@ from megatron.core.transformer.module import MegatronModule
 
 from k3train.model import mla_decode
 from k3train.model.context_attention import attend_over_shards
+from k3train.model.max_logit import MaxLogit
 from k3train.model.packing import Packing
 from k3train.model.state import MLAView
 from k3train.model.transformer_config import K3TransformerConfig
@@ -42,6 +43,7 @@ class GatedMLA(MegatronModule):
             self.g_proj = spec.column_parallel_linear(config, hidden, width)
         self.core_attention = spec.core_attention(config)
         self.o_proj = spec.row_parallel_linear(config, width, hidden)
+        self.max_logit: MaxLogit | None = None  # set where weight clipping watches
 
     def forward(self, x: torch.Tensor, packing: Packing, state: MLAView | None = None) -> torch.Tensor:
         """Attend over the documents of `packing`; with `state`, continue its rows instead and extend it in place."""
@@ -49,7 +51,10 @@ class GatedMLA(MegatronModule):
         latent, shared_key = self._latent(x, packing)
         q = self._queries(x, full)
         if state is None:
-            out = self._attend(q, *self._keys_values(latent, shared_key), packing)
+            key, value = self._keys_values(latent, shared_key)
+            if self.max_logit is not None:
+                self.max_logit.observe(q, key, packing, self.training)
+            out = self._attend(q, key, value, packing)
         else:
             out = mla_decode.attend_after(self, q, latent, shared_key, state)
         out = out.permute(2, 0, 1, 3).flatten(2)

@@ -1,16 +1,33 @@
-"""The optimizer and its schedule, from the `optim` section."""
+"""The optimizer from the `optim` section: AdamW, or Muon with AdamW for what is no matrix."""
 
 from __future__ import annotations
 
 import torch
+from k3kernels.newton_schulz import orthogonalize_flops
+from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer_config import ParamKey, ParamPredicate
-from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler, ParamGroupOverride
+from megatron.core.optimizer_param_scheduler import ParamGroupOverride
 
-from k3train.config.schema import OptimConfig, ParallelConfig
+from k3train.config.schema import MuonConfig, OptimConfig, ParallelConfig
 from k3train.model.transformer_config import K3TransformerConfig, params_dtype
+from k3train.optim.muon import MuonAdamW, MuonWork, newton_schulz_precision
+from k3train.optim.plan import assign_owners, compile_rounds, gather_blocks, pieces_of
+from k3train.optim.policy import Treatment, apply_policy
+from k3train.optim.schedule import build_schedule
+from k3train.optim.sharded import (
+    MuonDistributedOptimizer,
+    TorchAdamDistributedOptimizer,
+    allocate_state,
+    main_shards,
+    named_parts,
+)
+
+__all__ = ["allocate_state", "build_optimizer", "build_schedule", "named_parts", "wrap_data_parallel"]
+
+Treatments = dict[torch.nn.Parameter, Treatment]
 
 
 def wrap_data_parallel(
@@ -28,15 +45,14 @@ def wrap_data_parallel(
     ]
 
 
-def without_decay(parameter: torch.nn.Parameter) -> bool:
-    """Vectors take no weight decay: norms, Attention Residual queries, decay rates and biases; nor do convolutions."""
-    return parameter.dim() == 1 or getattr(parameter, "k3_init", "") == "conv"
-
-
 def build_optimizer(
     optim: OptimConfig, models: list[DistributedDataParallel], parallel: ParallelConfig, precision: str
 ) -> MegatronOptimizer:
-    """AdamW with fp32 main parameters, its state sharded over data-parallel ranks (ZeRO-1) where asked."""
+    """Fp32 main parameters and moments, sharded over data-parallel ranks (ZeRO-1) where asked. All ranks take part.
+
+    Raises:
+        UserError: `optim.policy` does not fit the model.
+    """
     config = OptimizerConfig(
         optimizer="adam",
         lr=optim.lr,
@@ -51,79 +67,73 @@ def build_optimizer(
         use_distributed_optimizer=parallel.distributed_optimizer,
         overlap_param_gather=parallel.overlap_param_gather,
     )
-    no_decay = ParamKey(predicate=ParamPredicate(name="no_decay", fn=without_decay))
-    overrides = {no_decay: ParamGroupOverride(wd_mult=0.0)}
-    if precision == "bf16":
-        # Megatron-Core 0.19 mixes up the optimizer state of a group that holds two dtypes, so the parameters kept in
-        # fp32 (all without decay) get a group of their own: the same rates, spelled out.
-        kept = ParamKey(predicate=ParamPredicate(name="fp32", fn=lambda parameter: parameter.dtype == torch.float32))
-        overrides[kept] = ParamGroupOverride(wd_mult=0.0, max_lr=optim.lr, min_lr=optim.min_lr)
+    treatments = apply_policy(optim, [model.module for model in models])
+    overrides = _group_overrides(optim, treatments, precision)
     optimizer = get_megatron_optimizer(config, models, config_overrides=overrides, use_gloo_process_groups=False)
     for part in named_parts(optimizer).values():
-        if isinstance(part, DistributedOptimizer) and isinstance(part.optimizer, torch.optim.AdamW):
+        if optim.name == "muon" and part.optimizer is not None:
+            _install_muon(part, optim, treatments)
+        elif isinstance(part, DistributedOptimizer) and isinstance(part.optimizer, torch.optim.AdamW):
             part.__class__ = TorchAdamDistributedOptimizer
     return optimizer
 
 
-class TorchAdamDistributedOptimizer(DistributedOptimizer):
-    """Megatron-Core's distributed optimizer over torch's AdamW, which keeps its step count as a tensor per parameter.
-
-    Megatron-Core 0.19 is at home with Transformer Engine's and Apex's Adam, which count per group. On loading it looks
-    for that tensor among the stored moments, and then gives all parameters one and the same tensor, so that each step
-    would count once per parameter.
-    """
-
-    def _set_main_param_and_optimizer_states(self, model_param: torch.nn.Parameter, tensors: dict) -> None:
-        super()._set_main_param_and_optimizer_states(model_param, {"step": None, **tensors})
-
-    def load_state_dict(self, state_dict: dict) -> None:
-        """Load, and give every parameter a step count of its own."""
-        super().load_state_dict(state_dict)
-        for state in self.optimizer.state.values():
-            state["step"] = state["step"].clone()
-
-
-def named_parts(optimizer: MegatronOptimizer) -> dict[str, MegatronOptimizer]:
-    """The optimizers that Megatron-Core chains: of the experts, and of everything else."""
-    parts: dict[str, MegatronOptimizer] = {}
-    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
-        expert = all(group.get("is_expert_parallel", False) for group in part.param_groups)
-        parts["expert" if expert and part.param_groups else "dense"] = part
-    return parts
+def _group_overrides(optim: OptimConfig, treatments: Treatments, precision: str) -> dict[ParamKey, ParamGroupOverride]:
+    """One parameter group for each combination of optimizer, learning rate, decay and dtype."""
+    groups: dict[tuple, set[torch.nn.Parameter]] = {}
+    for parameter, treatment in treatments.items():
+        # Megatron-Core 0.19 mixes up the optimizer state of a group that holds two dtypes, so parameters that stay in
+        # fp32 while others train in bf16 get groups of their own.
+        kept = precision == "bf16" and parameter.dtype == torch.float32
+        groups.setdefault((treatment.muon, treatment.lr_mult, treatment.decay, kept), set()).add(parameter)
+    overrides = {}
+    for number, ((muon, lr_mult, decay, kept), members) in enumerate(groups.items()):
+        key = ParamKey(predicate=ParamPredicate(name=f"group {number}", fn=members.__contains__))
+        overrides[key] = ParamGroupOverride(
+            wd_mult=1.0 if decay else 0.0,
+            max_lr=optim.lr * lr_mult,
+            min_lr=optim.min_lr * lr_mult,
+            k3_muon=muon,
+            k3_fp32=kept,
+        )
+    return overrides
 
 
-def allocate_state(optimizer: MegatronOptimizer) -> None:
-    """Give AdamW its zero moments before its first step, as loading a checkpoint into it needs."""
-    for part in named_parts(optimizer).values():
-        inner = part.optimizer
-        if not isinstance(inner, torch.optim.AdamW):
-            continue  # Transformer Engine's and Apex's Adam are given theirs by Megatron-Core
-        for group in inner.param_groups:
-            for parameter in group["params"]:
-                if parameter not in inner.state:
-                    inner.state[parameter] = {
-                        "step": torch.tensor(0.0),
-                        "exp_avg": torch.zeros_like(parameter),
-                        "exp_avg_sq": torch.zeros_like(parameter),
-                    }
-
-
-def build_schedule(optim: OptimConfig, optimizer: MegatronOptimizer, steps: int) -> OptimizerParamScheduler:
-    """Linear warm-up over `warmup_fraction` of `steps`, then cosine to `min_lr` or constant.
-
-    Advance it before each optimizer step, so that step n (from 1) uses the rate of n.
-    """
-    warmup = min(round(optim.warmup_fraction * steps), steps - 1)
-    return OptimizerParamScheduler(
-        optimizer,
-        init_lr=0.0,
-        max_lr=optim.lr,
-        min_lr=optim.min_lr,
-        lr_warmup_steps=warmup,
-        lr_decay_steps=steps,
-        lr_decay_style=optim.schedule,
-        start_wd=optim.weight_decay,
-        end_wd=optim.weight_decay,
-        wd_incr_steps=steps,
-        wd_incr_style="constant",
+def _install_muon(part: MegatronOptimizer, optim: OptimConfig, treatments: Treatments) -> None:
+    """Put `MuonAdamW` in the place of the Adam inside one of Megatron-Core's optimizers, over the same shards."""
+    adam = part.optimizer
+    inner = MuonAdamW(
+        [torch.nn.Parameter(torch.empty(0))],
+        lr=optim.lr,
+        betas=tuple(optim.betas),
+        eps=optim.eps,
+        weight_decay=optim.weight_decay,
     )
+    inner.param_groups = adam.param_groups
+    for group in inner.param_groups:
+        for name, value in inner.defaults.items():
+            group.setdefault(name, value)
+        if group["k3_muon"]:
+            group["optimizer"] = "muon"  # by this key, among others, Megatron-Core tells groups apart when loading
+    inner.work = _share_work(part, optim.muon, treatments)
+    part.optimizer = inner
+    if isinstance(part, DistributedOptimizer):
+        part.__class__ = MuonDistributedOptimizer
+
+
+def _share_work(part: MegatronOptimizer, muon: MuonConfig, treatments: Treatments) -> MuonWork:
+    shards, pieces = [], []
+    for shard in main_shards(part):
+        treatment = treatments[shard.parameter]
+        if treatment.muon:
+            pieces += pieces_of(treatment.name, list(treatment.blocks), len(shards), shard.start, shard.end)
+            shards.append(shard.main)
+    for parameter, treatment in treatments.items():
+        parameter.k3_muon = treatment.muon
+    # The ranks of one stage hold all of every block, dense or of experts.
+    group = parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True)
+    blocks = gather_blocks(pieces, group)
+    assign_owners(blocks, lambda b: orthogonalize_flops(*b.shape, muon.steps), group.size())
+    rounds = compile_rounds(blocks, pieces, group.rank(), muon.exchange_mib * 2**18)
+    precision = newton_schulz_precision(muon, next(iter(treatments)).device.type)
+    return MuonWork(shards, rounds, group, muon, params_dtype(precision))

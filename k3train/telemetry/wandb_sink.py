@@ -100,12 +100,15 @@ def persistent_run_id(run_dir: Path, given: str | None, resuming: bool) -> str:
     return run_id
 
 
+_PER_LAYER = ("balance", "qk_clip")  # {name: {layer: value}}
+
+
 def panel_metrics(metrics: dict[str, Any], kind: str) -> dict[str, Any]:
     """Step ("train") or evaluation ("eval") metrics under W&B's names, flat; values None are left out."""
     names = _STEP_NAMES if kind == "train" else _EVAL_NAMES
     flat: dict[str, Any] = {}
     for key, value in metrics.items():
-        if value is None or key in ("step", "paths", "balance", "tokens_per_expert", "timings"):
+        if value is None or key in ("step", "paths", *_PER_LAYER, "tokens_per_expert", "timings"):
             continue
         if isinstance(value, dict):
             flat.update({f"{key}/{name}": item for name, item in value.items()})
@@ -113,12 +116,13 @@ def panel_metrics(metrics: dict[str, Any], kind: str) -> dict[str, Any]:
             flat[names.get(key, f"{'other' if kind == 'train' else 'heldout'}/{key}")] = value
     for phase, seconds in (metrics.get("timings") or {}).items():
         flat[f"throughput/seconds_{phase}"] = seconds
-    for name, per_layer in (metrics.get("balance") or {}).items():
+    layered = [(key, name, per_layer) for key in _PER_LAYER for name, per_layer in (metrics.get(key) or {}).items()]
+    for key, name, per_layer in layered:
         if not per_layer:
             continue
-        flat[f"balance/{name}_worst"] = worst_layer(per_layer)[1]
-        flat[f"balance/{name}_mean"] = sum(per_layer.values()) / len(per_layer)
-        flat.update({f"balance_{name}/layer_{int(layer):03d}": item for layer, item in per_layer.items()})
+        flat[f"{key}/{name}_worst"] = worst_layer(per_layer)[1]
+        flat[f"{key}/{name}_mean"] = sum(per_layer.values()) / len(per_layer)
+        flat.update({f"{key}_{name}/layer_{int(layer):03d}": item for layer, item in per_layer.items()})
     return flat
 
 

@@ -15,6 +15,8 @@ from k3train.config.schema import RecipeConfig
 from k3train.errors import UserError
 from k3train.model.build import build_chunks, start_model_parallel
 from k3train.optim.build import build_optimizer, build_schedule, wrap_data_parallel
+from k3train.optim.qk_clip import QKClip
+from k3train.optim.schedule import base_rate
 from k3train.parallel.balance import update_router_bias
 from k3train.platform import Platform
 from k3train.telemetry.telemetry import Telemetry
@@ -57,6 +59,8 @@ class Trainer:
         self.models = wrap_data_parallel(chunks, transformer_config, config.parallel)
         self.optimizer = build_optimizer(config.optim, self.models, config.parallel, config.train.precision)
         self.schedule = build_schedule(config.optim, self.optimizer, config.train.steps)
+        layers = config.model.num_layers + config.model.mtp.num_layers
+        self.qk_clip = QKClip(config.optim.qk_clip, self.models, self.optimizer, layers, here.device)
         self.state, self.origin = startup.restore(
             config, run_dir, self.models, self.optimizer, self.schedule, stage.fingerprint
         )
@@ -73,6 +77,7 @@ class Trainer:
         """The loop."""
         train = self.config.train
         startup.tell_start(self.telemetry, self.config, self.here, self.models, self.state, self.origin, self.paths)
+        startup.tell_optimizer(self.telemetry, self.config, self.models, self.run_dir)
         status = "failed"
         try:
             if self.state.step == 0:
@@ -101,6 +106,7 @@ class Trainer:
         train = self.config.train
         with self.timers.phase("data"):
             batches = next(steps)
+        self.qk_clip.begin_step(self.state.step + 1)
         with self.timers.phase("forward_backward"):
             reports = self.runner.forward_backward(batches)
         self._check_finite(reports["loss"], None)
@@ -108,6 +114,7 @@ class Trainer:
             balance = gather_balance(update_router_bias(self.models), self.config, self.here.device)
         with self.timers.phase("optimizer"):
             self.schedule.step(increment=1)
+            clipped = self.qk_clip.pool(self.state.step + 1)
             _, grad_norm, _ = self.optimizer.step()
             self.optimizer.zero_grad()
         self.state.advance(train.global_batch_size, train.seq_length)
@@ -117,7 +124,8 @@ class Trainer:
             "tokens": self.state.tokens,
             **reports,
             "grad_norm": None if grad_norm is None else float(grad_norm),
-            "lr": max(float(group["lr"]) for group in self.optimizer.param_groups),
+            "lr": base_rate(self.schedule),
+            **clipped,
             **self.throughput.metrics(time.perf_counter() - started),
             "memory_bytes": peak_memory,
             "pipeline_bytes": self.runner.pipeline_bytes,

@@ -16,6 +16,7 @@ from k3train.config.parameters import parameter_count
 from k3train.config.schema import RecipeConfig
 from k3train.model.experts import use_grouped_matmul
 from k3train.model.spec import attention_path
+from k3train.optim.muon import newton_schulz_precision
 from k3train.parallel.balance import LayerBalance
 from k3train.platform import Platform
 from k3train.telemetry.flops import model_flops_per_token, peak_flops
@@ -120,6 +121,10 @@ def paths_taken(config: RecipeConfig, here: Platform) -> dict[str, str]:
         paths["kda over ranks"] = "fla cp_context" if paths["kda"] == "fla" else "gathered segment states, fp32"
         # Transformer Engine's attention cannot read contiguous parts.
         paths["attention"] = attention_path("local", here.kind, config.train.precision) + ", keys of other ranks"
+    if config.optim.name == "muon":
+        paths["newton_schulz"] = newton_schulz_precision(config.optim.muon, here.kind)
+    if config.optim.qk_clip.enabled:
+        paths["max_logit"] = f"a product of queries and keys of its own, every {config.optim.qk_clip.interval} steps"
     if model.moe.num_experts:
         paths["dispatch"] = model.moe.dispatcher
         # Megatron-Core's rule has its own selection.

@@ -21,6 +21,7 @@ from k3train.checkpoint.state import TrainState
 from k3train.config.load import recipe_from_dict
 from k3train.config.schema import RecipeConfig, to_plain
 from k3train.errors import UserError
+from k3train.optim.policy import apply_policy, format_table, optimizer_table
 from k3train.parallel.stages import describe
 from k3train.platform import Platform
 from k3train.telemetry.metrics_log import read_metrics
@@ -28,6 +29,7 @@ from k3train.telemetry.telemetry import Telemetry
 from k3train.telemetry.wandb_sink import WandbSettings
 
 CONFIG_FILE = "config.yaml"
+OPTIMIZER_FILE = "optimizer.txt"
 # What may differ when a run continues: how it is shared out, shown and kept.
 _FREE_KEYS = ("run", "parallel", "telemetry", "checkpoint", "recipe_name", "data.cache_dir", "data.num_workers")
 _FREE_TRAIN_KEYS = ("micro_batch_size", "eval_interval", "eval_samples", "log_expert_load_interval")
@@ -218,6 +220,16 @@ def tell_start(
             f"nothing to do: train.steps={config.train.steps} are done; to train on from here, start another run with "
             f"run.name=... and checkpoint.load={origin}"
         )
+
+
+def tell_optimizer(telemetry: Telemetry, config: RecipeConfig, models: list[torch.nn.Module], run_dir: Path) -> None:
+    """Say which optimizer trains what, and in which blocks: layers folded here, every parameter in `optimizer.txt`."""
+    chunks = [model.module for model in models]
+    rows = optimizer_table(apply_policy(config.optim, chunks), config.optim.muon.update_scale)
+    if dist.get_rank() == 0:
+        (run_dir / OPTIMIZER_FILE).write_text(format_table(rows, grouped=False) + "\n", encoding="utf-8")
+    if config.optim.name == "muon":
+        telemetry.event(f"optimizer, every parameter in {run_dir / OPTIMIZER_FILE}:\n" + format_table(rows))
 
 
 def tell_end(run_dir: Path, here: Platform, pictures: list[Path], held_out: list[dict[str, float]]) -> None:

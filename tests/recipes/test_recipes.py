@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from k3train import cli
-from k3train.config.keys import leaf_types
+from k3train.config.keys import leaf_types, sections
 from k3train.config.layout import even_layout, expand_layout
 from k3train.config.load import available_recipes, load_recipe, recipe_from_dict
 from k3train.config.parameters import parameter_count
@@ -115,7 +115,7 @@ def test_printed_config_is_the_whole_recipe(capsys: pytest.CaptureFixture[str]) 
     assert cli.main(["recipe=pretrain/k3", "train.steps=7", "--cfg", "job", "--resolve"]) == 0
     plain = yaml.safe_load(capsys.readouterr().out)
     assert recipe_from_dict(plain) == load_recipe(["recipe=pretrain/k3", "train.steps=7"])
-    keys = set(leaf_types())
+    keys = set(leaf_types()) | sections()
     assert {f"{section}.{key}" for section in ("train", "optim") for key in plain[section]} <= keys
     assert set(plain) == set(RecipeConfig.__dataclass_fields__)
 
