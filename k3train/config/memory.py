@@ -16,8 +16,8 @@ def least_training_bytes(config: RecipeConfig, world_size: int) -> tuple[float, 
 
     Parameters: the weights and fp32 gradients of every data- and context-parallel replica of the dense part, one copy
     of the experts, and once Adam's two fp32 moments (with Muon one, that of the matrices) and, beside bf16 weights,
-    fp32 main parameters. A micro-batch: its logits and their gradient in fp32, and one activation a sublayer (none but the
-    layer's input with recomputation).
+    fp32 main parameters. A micro-batch: its logits and their gradient in fp32, and one activation a sublayer (none but
+    the layer's input with recomputation).
     """
     model, parallel, train = config.model, config.parallel, config.train
     count = parameter_count(model)
