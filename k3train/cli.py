@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -91,10 +92,27 @@ def _inspect_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("directory", metavar="DIR", help="a run, or a checkpoint")
 
 
+def _import_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--hf", required=True, metavar="DIR", help="a published Kimi K3 or Kimi Linear folder")
+    parser.add_argument("--out", required=True, metavar="CKPT", help="the checkpoint to make")
+    parser.add_argument("overrides", nargs="*", metavar="parallel.KEY=VALUE", help="the layout; its ranks do the work")
+
+
+def _export_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--checkpoint", required=True, metavar="DIR", help="a checkpoint, or a run's checkpoints")
+    parser.add_argument("--hf", required=True, metavar="DIR", help="the folder to make")
+    parser.add_argument("--experts", choices=["mxfp4", "bf16"], help="routed experts (default: as imported, else bf16)")
+    parser.add_argument("--like", metavar="CKPT", help="imported checkpoint whose files to take along, or none")
+    parser.add_argument("--max-shard-gb", type=float, default=5.0, help="size of new safetensors files (%(default)s)")
+    parser.add_argument("overrides", nargs="*", metavar="parallel.KEY=VALUE", help="a layout; its ranks do the work")
+
+
 # verb: (what it does, the module whose run(args) does it, its arguments)
 VERBS: dict[str, tuple[str, str, Callable[[argparse.ArgumentParser], None]]] = {
     "generate": ("continue a prompt", "k3train.rollout.generate_cli", _generate_arguments),
     "score": ("log-probabilities of given tokens", "k3train.rollout.score_cli", _score_arguments),
+    "import": ("make a checkpoint of a Hugging Face folder", "k3train.hf.import_cli", _import_arguments),
+    "export": ("make a Hugging Face folder of a checkpoint", "k3train.hf.export_cli", _export_arguments),
     "inspect": ("step, tokens, layout, sizes and health", "k3train.checkpoint.inspect", _inspect_arguments),
 }
 
@@ -134,7 +152,12 @@ def _run_verb(verb: str, argv: list[str]) -> int:
     arguments = parser.parse_intermixed_args(argv)
     if getattr(arguments, "layout", None):
         place()  # ranks that srun started read theirs from Slurm's variables
-    return importlib.import_module(module).run(arguments)
+    work = importlib.import_module(module)
+    # Verbs that work on several ranks say on how many; the others run where they are started.
+    if hasattr(work, "ranks") and place() is None and (world_size := work.ranks(arguments)) > 1:
+        with tempfile.TemporaryDirectory(prefix="k3train-") as logs:
+            return launch([verb, *argv], world_size, Path(logs))
+    return work.run(arguments)
 
 
 def _run_recipe(argv: list[str]) -> int:

@@ -14,10 +14,10 @@ _FP32 = 4
 def least_training_bytes(config: RecipeConfig, world_size: int) -> tuple[float, float]:
     """Bytes that all ranks together need at least: (of parameters, of one micro-batch).
 
-    Parameters: the weights and fp32 gradients of every data-parallel replica of the dense part, one copy of the
-    experts, and once Adam's two fp32 moments (with Muon one, that of the matrices) and, beside bf16 weights, fp32 main
-    parameters. A micro-batch: its logits
-    and their gradient in fp32, and one activation a sublayer (none but the layer's input with recomputation).
+    Parameters: the weights and fp32 gradients of every data- and context-parallel replica of the dense part, one
+    copy of the experts, and once Adam's two fp32 moments (with Muon one, that of the matrices) and, beside bf16
+    weights, fp32 main parameters. A micro-batch: its logits and their gradient in fp32, and one activation a sublayer
+    (none but the layer's input with recomputation).
     """
     model, parallel, train = config.model, config.parallel, config.train
     count = parameter_count(model)
@@ -29,7 +29,7 @@ def least_training_bytes(config: RecipeConfig, world_size: int) -> tuple[float, 
     experts = model.moe.num_experts * (model.num_layers - model.moe.first_dense_layers)
     routed = 3 * model.moe.expert_hidden_size * (model.moe.latent_size or model.hidden_size) * max(0, experts)
     replicated = max(0, count["total"] - routed)
-    parameters = (weight + _FP32) * (routed + replicated * data_parallel) + sharded * count["total"]
+    parameters = (weight + _FP32) * (routed + replicated * data_parallel * parallel.context) + sharded * count["total"]
     tokens = train.micro_batch_size * train.seq_length * data_parallel
     kept = model.num_layers * (1 if parallel.recompute == "full" else 2)
     activations = tokens * (2 * _FP32 * model.vocab_size + weight * kept * model.hidden_size)

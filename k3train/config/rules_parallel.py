@@ -43,15 +43,8 @@ def check_parallel(config: RecipeConfig, world_size: int) -> None:
             "auto, local",
             "parallel.transformer_impl=auto",
         )
-    if config.parallel.context > 1:
-        raise refuse(
-            config,
-            "parallel.context",
-            "is not supported in this version (context parallelism)",
-            "1",
-            "parallel.context=1",
-        )
     _check_tensor(config)
+    _check_context(config)
     _check_expert(config)
     _check_pipeline(config)
     _check_world_size(config, world_size)
@@ -92,6 +85,23 @@ def _check_tensor(config: RecipeConfig) -> None:
             f"is not divisible by parallel.tensor * parallel.context = {unit}",
             f"multiples of {unit}",
             f"train.seq_length={nearest_multiple(unit, config.train.seq_length)}",
+        )
+
+
+def _check_context(config: RecipeConfig) -> None:
+    """A short convolution looks back into the part of the rank before, not further."""
+    parallel, taps = config.parallel, config.model.kda.conv_size
+    tokens = config.train.seq_length // parallel.context
+    if parallel.context > 1 and tokens < taps - 1:
+        unit = parallel.tensor * parallel.context
+        least = unit * (taps - 1)
+        raise refuse(
+            config,
+            "train.seq_length",
+            f"gives each of parallel.context={parallel.context} ranks {tokens} tokens, fewer than the {taps - 1} that"
+            f" model.kda.conv_size={taps} looks back",
+            f"multiples of {unit} from {parallel.context * (taps - 1)} on",
+            f"train.seq_length={least}",
         )
 
 

@@ -21,7 +21,7 @@ class ParallelConfig:
     # Megatron's layout string over PP x VPP stages, e.g. "Et*5|t*4mL" (E embedding, t decoder layer, m MTP,
     # L loss); null spreads the layers evenly.
     pipeline_layout: str | None = None
-    context: int = 1
+    context: int = 1  # contiguous parts of every sequence, one a rank (docs/context_parallel.md)
     expert: int = 1
     expert_tensor: int = 1
     distributed_optimizer: bool = True  # ZeRO-1: optimizer state sharded over data-parallel ranks

@@ -11,7 +11,7 @@ from k3train.config.rules_run import check_run
 from k3train.config.schema import RecipeConfig
 from k3train.errors import UserError
 
-__all__ = ["parameter_count", "resolve_world_size", "validate", "validate_machine"]
+__all__ = ["parameter_count", "resolve_world_size", "validate", "validate_machine", "validate_model"]
 
 MOST_CPU_RANKS = 64  # more gloo ranks than this on one machine is a mistake rather than a wish
 
@@ -27,6 +27,16 @@ def validate(config: RecipeConfig, world_size: int | None = None) -> None:
     """
     check_model(config)
     check_run(config)
+    _validate_parallel(config, world_size)
+
+
+def validate_model(config: RecipeConfig, world_size: int | None = None) -> None:
+    """The same for the model and its layout alone: what converts weights trains nothing and reads no data."""
+    check_model(config)
+    _validate_parallel(config, world_size)
+
+
+def _validate_parallel(config: RecipeConfig, world_size: int | None) -> None:
     if config.parallel.world_size is not None:
         check_range(config, "parallel.world_size", "null", least=1)
     for name in ("tensor", "pipeline", "context", "expert", "expert_tensor"):

@@ -6,6 +6,7 @@ import torch
 from megatron.core.transformer.module import MegatronModule
 
 from k3train.model import mla_decode
+from k3train.model.context_attention import attend_over_shards
 from k3train.model.max_logit import MaxLogit
 from k3train.model.packing import Packing
 from k3train.model.state import MLAView
@@ -47,13 +48,10 @@ class GatedMLA(MegatronModule):
     def forward(self, x: torch.Tensor, packing: Packing, state: MLAView | None = None) -> torch.Tensor:
         """Attend over the documents of `packing`; with `state`, continue its rows instead and extend it in place."""
         full = enter(x, self.config) if self.mla.output_gate or self.mla.q_lora_rank is None else None
-        latent, shared_key = self._latent(x)
+        latent, shared_key = self._latent(x, packing)
         q = self._queries(x, full)
         if state is None:
-            key, value = self._keys_values(latent, shared_key)
-            if self.max_logit is not None:
-                self.max_logit.observe(q, key, packing, self.training)
-            out = self.core_attention(q, key, value, packing)
+            out = self._attend(q, *self._keys_values(latent, shared_key), packing)
         else:
             out = mla_decode.attend_after(self, q, latent, shared_key, state)
         out = out.permute(2, 0, 1, 3).flatten(2)
@@ -70,10 +68,15 @@ class GatedMLA(MegatronModule):
             q = self.q_b_proj(enter(self.q_a_norm(self.q_a_proj(x)), self.config))[0]
         return q.unflatten(-1, (self.local_heads, self.qk_dim)).permute(1, 2, 0, 3)
 
-    def _latent(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The normalised latent [s, b, kv_lora_rank] and the shared key part [s, b, qk_rope_head_dim]."""
+    def _latent(self, x: torch.Tensor, packing: Packing) -> tuple[torch.Tensor, torch.Tensor]:
+        """The normalised latent [t, b, kv_lora_rank] and the shared key part [t, b, qk_rope_head_dim].
+
+        With context parallelism they come from the ranks before too, as far back as this one's documents reach.
+        """
         latent, shared_key = self.kv_a_proj(x).split([self.mla.kv_lora_rank, self.mla.qk_rope_head_dim], dim=-1)
         both = enter(torch.cat([self.kv_a_norm(latent.contiguous()), shared_key], dim=-1), self.config)
+        if packing.context is not None:
+            both = packing.context.gather(both)
         return both.split([self.mla.kv_lora_rank, self.mla.qk_rope_head_dim], dim=-1)
 
     def _keys_values(self, latent: torch.Tensor, shared_key: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -83,3 +86,11 @@ class GatedMLA(MegatronModule):
         key, value = expanded.split(dims, dim=-1)
         shared = shared_key.unsqueeze(2).expand(-1, -1, self.local_heads, -1)
         return torch.cat([key, shared], dim=-1).permute(1, 2, 0, 3), value.permute(1, 2, 0, 3)
+
+    def _attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, packing: Packing) -> torch.Tensor:
+        """Causal softmax attention inside every document, [b, heads, s, v_head_dim]."""
+        if self.max_logit is not None:
+            self.max_logit.observe(q, k, packing, self.training)
+        if packing.context is not None:
+            return attend_over_shards(q, k, v, packing.context)
+        return self.core_attention(q, k, v, packing)

@@ -12,6 +12,7 @@ from k3train.model import kda_decode
 from k3train.model.packing import Packing
 from k3train.model.state import KDAView
 from k3train.model.transformer_config import K3TransformerConfig
+from k3train.parallel.context import ContextShard, conv_histories, kda_attention_over_shards
 from k3train.parallel.regions import enter, mark_replicated, mark_sharded
 from k3train.parallel.sharding import with_tensor_axes
 
@@ -75,11 +76,15 @@ class KimiDeltaAttention(MegatronModule):
         if state is None:
             cu_seqlens = packing.cu_seqlens
             flat = {n: self._flat(t) for n, t in (("decay", decay), ("beta", beta))}
+            histories = self._histories([q, k, v], packing)
             mixed = {
-                n: short_conv(self._flat(t), w, cu_seqlens=cu_seqlens, backend=self.kernels)[0]
-                for n, (t, w) in conv.items()
+                n: short_conv(self._flat(t), w, cu_seqlens=cu_seqlens, initial_state=history, backend=self.kernels)[0]
+                for (n, (t, w)), history in zip(conv.items(), histories)
             }
-            out, _ = self._attend(mixed, flat["decay"], flat["beta"], cu_seqlens=cu_seqlens)
+            if packing.context is None:
+                out, _ = self._attend(mixed, flat["decay"], flat["beta"], cu_seqlens=cu_seqlens)
+            else:
+                out = self._attend_over_shards(mixed, flat["decay"], flat["beta"], packing.context)
         else:
             out = kda_decode.attend_after(self, (q, k, v), decay, beta, state)
         out = out.reshape(batch, length, self.local_heads, self.kda.head_dim)
@@ -93,6 +98,30 @@ class KimiDeltaAttention(MegatronModule):
         settings = {"gate": self.kda.gate, "lower_bound": self.kda.gate_lower_bound}
         return kda_attention(
             q, k, v, self._heads(decay), beta, self.A_log, self.dt_bias, backend=self.backend, **settings, **kwargs
+        )
+
+    def _histories(self, inputs: list[torch.Tensor], packing: Packing) -> list[torch.Tensor | None]:
+        """What the convolutions of every document begin from, [documents, channels, taps - 1]; None: nothing."""
+        if packing.context is None:
+            return [None] * len(inputs)
+        arrived = conv_histories(inputs, self.kda.conv_size - 1, packing.context)
+        first = packing.first_documents()
+        documents = len(packing.cu_seqlens) - 1
+        return [x.new_zeros(documents, *x.shape[1:]).index_copy(0, first, x) for x in arrived]
+
+    def _attend_over_shards(
+        self, mixed: dict[str, torch.Tensor], decay: torch.Tensor, beta: torch.Tensor, shard: ContextShard
+    ) -> torch.Tensor:
+        return kda_attention_over_shards(
+            *(self._heads(mixed[n]) for n in ("q", "k", "v")),
+            self._heads(decay),
+            beta,
+            self.A_log,
+            self.dt_bias,
+            shard=shard,
+            gate=self.kda.gate,
+            lower_bound=self.kda.gate_lower_bound,
+            backend=self.backend,
         )
 
     def _heads(self, x: torch.Tensor) -> torch.Tensor:

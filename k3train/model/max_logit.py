@@ -43,7 +43,7 @@ class MaxLogit:
 
 def _documents(packing: Packing) -> torch.Tensor:
     """Documents of the keys' positions, [b, t]: with context parallelism those of the shards before too."""
-    context = getattr(packing, "context", None)
+    context = packing.context
     return packing.document_ids if context is None else context.document_ids[:, context.first_key : context.end]
 
 

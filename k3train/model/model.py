@@ -108,11 +108,14 @@ class K3Model(LanguageModule):
         loss_mask: torch.Tensor | None = None,
         states: StateView | None = None,
         logits_at: torch.Tensor | None = None,
+        ahead: tuple[torch.Tensor, torch.Tensor] | None = None,
     ) -> torch.Tensor | TokenLosses:
         """Tokens, labels and loss mask are [b, s]; logits are [b, s, vocab] and need every vocabulary shard.
 
         With `states`, the tokens (row after row, see `StateView`) continue its rows. `logits_at` [n] numbers the
         tokens of the flattened [b * s] whose logits are wanted, [1, n, vocab]; the head is not computed for others.
+        `ahead` holds the targets and mask of multi-token prediction where the rows are one context-parallel rank's
+        part: the token after a part's last label lies on the next rank, so they are made of the whole rows.
         """
         stream = self._embed(tokens) if self.pre_process else self.input_tensor
         features = self.decoder(stream, packing, states)
@@ -124,9 +127,11 @@ class K3Model(LanguageModule):
             return full[..., : self.vocab_size].transpose(0, 1).contiguous()
         losses = TokenLosses(self.compute_language_model_loss(labels, logits.float()), loss_mask)
         if self.mtp_process:
-            targets, losses.mtp_mask = mtp_targets(labels, loss_mask, packing.document_ids)
-            ahead = self.mtp(features, self._embed(labels), packing)
-            losses.mtp_loss = self.compute_language_model_loss(targets, self._logits(ahead).float())
+            if ahead is None:
+                ahead = mtp_targets(labels, loss_mask, packing.document_ids)
+            targets, losses.mtp_mask = ahead
+            features = self.mtp(features, self._embed(labels), packing)
+            losses.mtp_loss = self.compute_language_model_loss(targets, self._logits(features).float())
         return losses
 
     def _embed(self, tokens: torch.Tensor) -> torch.Tensor:

@@ -8,6 +8,8 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from k3train.parallel.context import ContextShard
+
 
 @dataclass
 class Packing:
@@ -15,10 +17,13 @@ class Packing:
 
     `document_ids` [b, s] numbers the documents of each row from 0, non-decreasing; documents never see each other.
     `padding` [b, s] is true where a token is filler (None: no filler).
+    `context` is set where the tokens are one context-parallel rank's part of longer rows (see `shard`); the documents
+    then reach over both ends.
     """
 
     document_ids: torch.Tensor
     padding: torch.Tensor | None = None
+    context: ContextShard | None = None
 
     def __post_init__(self) -> None:
         ids = self.document_ids
@@ -43,6 +48,18 @@ class Packing:
         if self._lengths is None:
             self._lengths = self.cu_seqlens.diff().tolist()
         return self._lengths
+
+    def shard(self, rank: int, size: int) -> Packing:
+        """Context-parallel rank `rank`'s part of the rows, in `size` contiguous parts."""
+        context = ContextShard(self.document_ids, rank, size)
+        padding = None if self.padding is None else context.cut(self.padding)
+        return Packing(context.cut(self.document_ids), padding, context)
+
+    def first_documents(self) -> torch.Tensor:
+        """[b], each row's first document among all of `cu_seqlens`."""
+        batch, length = self.document_ids.shape
+        rows = torch.arange(0, batch * length, length, device=self.cu_seqlens.device)
+        return torch.searchsorted(self.cu_seqlens, rows)
 
     def padding_shard(self, config: TransformerConfig) -> torch.Tensor | None:
         """This tensor-parallel rank's part of `padding`, [b, s / TP]: the tokens that its router sees."""

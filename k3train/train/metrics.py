@@ -121,6 +121,10 @@ def paths_taken(config: RecipeConfig, here: Platform) -> dict[str, str]:
         paths["newton_schulz"] = newton_schulz_precision(config.optim.muon, here.kind)
     if config.optim.qk_clip.enabled:
         paths["max_logit"] = f"a product of queries and keys of its own, every {config.optim.qk_clip.interval} steps"
+    if config.parallel.context > 1:
+        paths["kda over ranks"] = "fla cp_context" if paths["kda"] == "fla" else "gathered segment states, fp32"
+        # Transformer Engine's attention cannot read contiguous parts.
+        paths["attention"] = attention_path("local", here.kind, config.train.precision) + ", keys of other ranks"
     if model.moe.num_experts:
         paths["dispatch"] = model.moe.dispatcher
         # Megatron-Core's rule has its own selection.

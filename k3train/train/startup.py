@@ -207,7 +207,7 @@ def tell_start(
     telemetry.event(
         f"{config.run.name}: {count['total'] / 1e6:.1f}M parameters, {count['active'] / 1e6:.1f}M active; "
         f"{here.world_size} rank{'s'[: here.world_size > 1]} on {here.kind} as TP{p.tensor} x PP{p.pipeline} x "
-        f"DP{data_parallel}, EP{p.expert}"
+        f"DP{data_parallel}{f' x CP{p.context}' if p.context > 1 else ''}, EP{p.expert}"
     )
     if p.pipeline > 1:
         telemetry.event("pipeline stages:\n" + describe(layout_of(p, config.model)))

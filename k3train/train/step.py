@@ -12,6 +12,7 @@ from megatron.core.distributed import DistributedDataParallel, finalize_model_gr
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from k3train.config.schema import TrainConfig
+from k3train.model.mtp import mtp_targets
 from k3train.model.packing import Packing
 from k3train.model.transformer_config import K3TransformerConfig
 from k3train.train.stage import Batch, Stage
@@ -31,6 +32,7 @@ class StepRunner:
         device: torch.device,
     ) -> None:
         self.models = models
+        self.config = config
         self.train = train
         self.stage = stage
         self.device = device
@@ -58,9 +60,8 @@ class StepRunner:
                 model.train()
 
     def _run(self, batches: list[Batch], forward_only: bool) -> Reports:
-        batches = [{key: value.to(self.device) for key, value in batch.items()} for batch in batches]
         # One shared `Packing` per micro-batch, so that virtual stages build its attention mask once.
-        feed = [(batch, Packing(batch["document_ids"])) for batch in batches]
+        feed = [self._prepare(batch) for batch in batches]
         iterators = [iter(feed) for _ in self.models]
         reported = self._schedule(
             forward_step_func=self._forward_step,
@@ -73,11 +74,26 @@ class StepRunner:
         )
         return self._pool(reported)
 
+    def _prepare(self, batch: Batch) -> tuple[Batch, Packing]:
+        """The batch on the device, cut to this context-parallel rank's part of every row."""
+        batch = {key: value.to(self.device) for key, value in batch.items()}
+        packing = Packing(batch["document_ids"])
+        size = self.config.context_parallel_size
+        if size == 1:
+            return batch, packing
+        if self.config.mtp_num_layers:
+            # The token after the next may lie on the next rank, so targets are made before the rows are cut.
+            ahead = mtp_targets(batch["labels"], batch["loss_mask"], batch["document_ids"])
+            batch["mtp_targets"], batch["mtp_mask"] = ahead
+        packing = packing.shard(parallel_state.get_context_parallel_rank(), size)
+        return {key: packing.context.cut(rows) for key, rows in batch.items()}, packing
+
     def _forward_step(
         self, iterator: Iterator[tuple[Batch, Packing]], model: torch.nn.Module
     ) -> tuple[object, Callable]:
         batch, packing = next(iterator)
-        output = model(batch["tokens"], packing, batch["labels"], batch["loss_mask"])
+        ahead = (batch["mtp_targets"], batch["mtp_mask"]) if "mtp_targets" in batch else None
+        output = model(batch["tokens"], packing, batch["labels"], batch["loss_mask"], ahead=ahead)
         return output, functools.partial(_loss, self.stage)
 
     def _pool(self, reported: list[dict[str, torch.Tensor]]) -> Reports:

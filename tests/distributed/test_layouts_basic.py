@@ -7,6 +7,7 @@ there, so floats agree to a few rounding errors; the router biases are read off 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -66,7 +67,12 @@ def global_batch(config: RecipeConfig, step: int) -> dict[str, torch.Tensor]:
     }
 
 
-def train(rank: int, world_size: int, config: RecipeConfig) -> dict[str, Any]:
+def train(
+    rank: int,
+    world_size: int,
+    config: RecipeConfig,
+    make_batch: Callable[[RecipeConfig, int], dict[str, torch.Tensor]] = global_batch,
+) -> dict[str, Any]:
     """Run STEPS steps on this rank; returns its reports and its shards of gradients, biases and parameters."""
     from megatron.core import parallel_state
 
@@ -90,7 +96,7 @@ def train(rank: int, world_size: int, config: RecipeConfig) -> dict[str, Any]:
     data_rank, data_size = parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
     out: dict[str, Any] = {"reports": [], "grad_norm": [], "bias": []}
     for step in range(STEPS):
-        mine = {key: rows.chunk(data_size)[data_rank] for key, rows in global_batch(config, step).items()}
+        mine = {key: rows.chunk(data_size)[data_rank] for key, rows in make_batch(config, step).items()}
         pieces = {key: rows.split(config.train.micro_batch_size) for key, rows in mine.items()}
         micro_batches = [dict(zip(pieces, values)) for values in zip(*pieces.values())]
         optimizer.zero_grad()

@@ -55,6 +55,8 @@ LAYOUTS = {
     "ep2": (2, {"parallel__expert": 2}),
     "pp2_ep2": (4, {"parallel__pipeline": 2, "parallel__expert": 2}),
     "tp2_ep2": (4, {"parallel__tensor": 2, "parallel__expert": 2}),
+    "cp2": (2, {"parallel__context": 2}),
+    "cp4_ep2": (4, {"parallel__context": 4, "parallel__expert": 2}),
 }
 
 
@@ -73,7 +75,10 @@ def test_the_loop_gives_the_same_numbers_in_every_layout(
     assert lines(tmp_path, "eval")[-1]["loss"] == pytest.approx(lines(clean[0], "eval")[-1]["loss"], rel=1e-5)
 
 
-@pytest.mark.parametrize(("first", "second"), [("pp2_ep2", "tp2"), ("tp2_ep2", "pp2"), ("ep2", "pp2_ep2")])
+CHANGES = [("pp2_ep2", "tp2"), ("tp2_ep2", "pp2"), ("ep2", "pp2_ep2"), ("cp4_ep2", "cp2"), ("cp2", "tp2")]
+
+
+@pytest.mark.parametrize(("first", "second"), CHANGES)
 def test_a_run_continues_in_another_layout(
     pool: Any, corpus: Path, clean: tuple[Path, dict], tmp_path: Path, first: str, second: str
 ) -> None:

@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 
-from k3train.checkpoint.hf_names import published_expert_name, published_name
 from k3train.config.model import AttentionResidualConfig, KDAConfig, MLAConfig, ModelConfig, MoEConfig
 from k3train.config.schema import RecipeConfig, TrainConfig
+from k3train.hf.names import published_expert_name, published_name
 
 Tensors = dict[str, torch.Tensor]
 

@@ -33,7 +33,8 @@ def started(*arguments: str, **environment: str) -> subprocess.CompletedProcess:
 def test_help_lists_verbs_and_recipes(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["--help"]) == 0
     told = capsys.readouterr().out
-    for word in ("generate", "score", "inspect", "pretrain/k3-tiny", "pretrain/k3-48b", "--multirun", "torchrun"):
+    verbs = ("generate", "score", "import", "export", "inspect")
+    for word in (*verbs, "pretrain/k3-tiny", "pretrain/k3-48b", "--multirun", "torchrun"):
         assert word in told
     assert cli.main([]) == 2
 
@@ -51,7 +52,8 @@ def test_help_and_cfg_need_no_torch() -> None:
     [
         (
             ["genrate"],
-            "genrate is neither a verb nor key=value; allowed verbs: generate, score, inspect; try `k3train gene",
+            "genrate is neither a verb nor key=value; allowed verbs: generate, score, import, export, inspect; try "
+            "`k3train gene",
         ),
         (["k3-mini"], "try `k3train recipe=pretrain/k3-mini`"),
         (["pretrain/k3"], "try `k3train recipe=pretrain/k3`"),

@@ -96,7 +96,13 @@ WRONG = [
     ),
     (["parallel.tensor=2", "parallel.sequence=false"], "parallel.sequence=false", "parallel.sequence=true"),
     (["parallel.tensor=2", "train.seq_length=255"], "train.seq_length=255 is not divisible", "train.seq_length=256"),
-    (["parallel.context=2"], "parallel.context=2 is not supported in this version", "parallel.context=1"),
+    (["parallel.context=2", "train.seq_length=255"], "train.seq_length=255 is not divisible", "train.seq_length=256"),
+    (
+        ["parallel.context=2", "parallel.world_size=4", "train.seq_length=4"],
+        "train.seq_length=4 gives each of parallel.context=2 ranks 2 tokens, fewer than the 3",
+        "train.seq_length=6",
+    ),
+    (["parallel.context=0"], "parallel.context=0 is out of range", "parallel.context=1"),
     (["parallel.expert=3"], "parallel.expert=3 does not divide model.moe.num_experts=16", "parallel.expert=2"),
     (
         ["parallel.expert_tensor=5"],

@@ -29,6 +29,7 @@ LEVELS = {
     "model": 3,
     "optim": 3,
     "checkpoint": 3,
+    "hf": 3,
     "data": 3,
     "telemetry": 3,
     "parallel": 2,

@@ -1,12 +1,13 @@
-"""Names of the published checkpoint (facts of the released safetensors index) for this model's parameters."""
+"""Names of the published checkpoints for this model's parameters (facts of the released safetensors indexes)."""
 
 from __future__ import annotations
 
 import re
 
-PREFIX = "language_model."
+K3_PREFIX = "language_model."  # Kimi K3's text model; Kimi Linear's names have no prefix
+W13, W2 = "moe.experts.w13", "moe.experts.w2"
 
-# This model's name on the left, the published one on the right; layers keep their number, `{}` stands for it.
+# This model's name on the left, the published one on the right; layers keep their number.
 _TOP = {
     "embedding.weight": "model.embed_tokens.weight",
     "output_layer.weight": "lm_head.weight",
@@ -40,31 +41,38 @@ _LAYER_FAMILIES = {
     "moe.shared_experts.": "block_sparse_moe.shared_experts.",
 }
 _LAYER_NAME = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
+# transformers 5.24 writes the dense layers of Kimi Linear under the name of the sparse ones, and reads both.
+_DENSE = re.compile(r"(\.layers\.\d+)\.mlp\.((?:gate|up|down)_proj\.weight)")
 
 
-def published_name(name: str) -> str:
+def published_name(name: str, prefix: str = K3_PREFIX) -> str:
     """The published name of one of this model's parameters or buffers, routed experts excepted.
 
     Raises:
         KeyError: the published layout has no such tensor.
     """
     if name in _TOP:
-        return PREFIX + _TOP[name]
+        return prefix + _TOP[name]
     match = _LAYER_NAME.fullmatch(name)
     if match is None:
         raise KeyError(name)
     layer, rest = match.groups()
     if rest in _LAYER:
-        return f"{PREFIX}model.layers.{layer}.{_LAYER[rest]}"
+        return f"{prefix}model.layers.{layer}.{_LAYER[rest]}"
     for family, published in _LAYER_FAMILIES.items():
         if rest.startswith(family):
-            return f"{PREFIX}model.layers.{layer}.{published}{rest.removeprefix(family)}"
+            return f"{prefix}model.layers.{layer}.{published}{rest.removeprefix(family)}"
     raise KeyError(name)
 
 
-def published_expert_name(name: str, expert: int, part: str) -> str:
+def published_expert_name(name: str, expert: int, part: str, prefix: str = K3_PREFIX) -> str:
     """The published name of `part` (w1 gate, w2 down, w3 up) of one expert of a stacked `...moe.experts.*` weight."""
     match = _LAYER_NAME.fullmatch(name)
     if match is None or not match.group(2).startswith("moe.experts."):
         raise KeyError(name)
-    return f"{PREFIX}model.layers.{match.group(1)}.block_sparse_moe.experts.{expert}.{part}.weight"
+    return f"{prefix}model.layers.{match.group(1)}.block_sparse_moe.experts.{expert}.{part}.weight"
+
+
+def other_spelling(name: str) -> str:
+    """The second name under which a tensor may be stored; the same name where there is none."""
+    return _DENSE.sub(r"\1.block_sparse_moe.\2", name)

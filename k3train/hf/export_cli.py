@@ -1,0 +1,67 @@
+"""`k3train export`: k3train to Hugging Face."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from k3train.checkpoint import directory
+from k3train.config.load import recipe_from_dict
+from k3train.config.schema import RecipeConfig
+from k3train.config.validate import resolve_world_size
+from k3train.errors import UserError
+from k3train.hf.import_cli import lay_out
+
+GB = 10**9
+
+
+def ranks(args: argparse.Namespace) -> int:
+    """How many ranks to start for these arguments."""
+    config = recipe_from_dict(directory.read_marker(directory.resolve(args.checkpoint))["config"])
+    lay_out(config, args.overrides)
+    return resolve_world_size(config, gpus=0)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Export on the ranks that exist; returns the exit code."""
+    from k3train import platform
+    from k3train.hf.exporter import check_target, plan_job, run_export
+    from k3train.hf.source import find_source
+    from k3train.hf.together import together
+    from k3train.hf.torch_dist import TensorReader
+
+    if args.max_shard_gb <= 0:
+        raise UserError(f"--max-shard-gb {args.max_shard_gb} has to be above 0; try 5")
+    checkpoint, out = directory.resolve(args.checkpoint), Path(args.hf)
+    config = recipe_from_dict(directory.read_marker(checkpoint)["config"])
+    check_target(out)
+    source = find_source(checkpoint, args.like)
+    here = platform.start("cpu", 1)
+    with together():
+        if source is not None:
+            source.check_model(config.model, checkpoint)
+        tensors = TensorReader(checkpoint)
+        job = plan_job(checkpoint, tensors, config.model, source, args.experts, round(args.max_shard_gb * GB))
+    if here.rank == 0:
+        _tell_start(config, checkpoint, source, tensors, job)
+    count = run_export(checkpoint, out, tensors, job)
+    tensors.close()
+    if here.rank == 0:
+        if count.blocks:
+            print(f"{count.blocks:,} MXFP4 blocks: {count.kept:,} with their imported scale, the rest with a new one")
+        print(f"exported to {out}: {len(job.files)} files")
+    return 0
+
+
+def _tell_start(config: RecipeConfig, checkpoint: Path, source: Any, tensors: Any, job: Any) -> None:
+    if source is None:
+        print(f"{checkpoint} was not imported: names, dtypes and config.json are the released ones")
+    elif source.checkpoint != checkpoint:
+        print(f"files, dtypes and scales are those of {source.checkpoint}, which the run started from")
+    else:
+        print(f"{checkpoint} was imported: files, dtypes and scales are those it came with")
+    left_out = [key for key in tensors if key.startswith("mtp.")]
+    if left_out:
+        print(f"{len(left_out)} tensors of multi-token prediction stay behind: the published layout has none")
+    print(f"{len(job.files)} files, {sum(file.nbytes for file in job.files):,} bytes", flush=True)

@@ -1,0 +1,220 @@
+"""Sharded safetensors: the index, the headers, reads of a few rows, and writes that stream.
+
+The safetensors library maps whole files into memory, so that what was read stays resident until the file is closed, and
+writes only tensors that are all in memory. Files of the released checkpoint have 15 GB: here plain reads and writes
+keep no more than the rows at hand.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import struct
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+import torch
+
+from k3train.errors import UserError
+
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "BF16": torch.bfloat16,
+    "F16": torch.float16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+NAMES = {dtype: name for name, dtype in DTYPES.items()}
+_MAX_HEADER = 1 << 30  # bytes; the released headers have about 1 MB
+_COPY_BYTES = 16 << 20
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One stored tensor: dtype as safetensors spells it, shape, and where its bytes lie in `file`."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    file: Path
+    start: int
+    stop: int
+
+    @property
+    def nbytes(self) -> int:
+        return self.stop - self.start
+
+
+def read_header(file: Path) -> tuple[bytes, dict[str, Entry]]:
+    """The raw header of a safetensors file, and its tensors in the order of their bytes.
+
+    Raises:
+        UserError: the file is missing, cut short, or no safetensors file.
+    """
+    try:
+        size = file.stat().st_size
+        with file.open("rb") as stream:
+            length = struct.unpack("<Q", stream.read(8))[0] if size >= 8 else _MAX_HEADER + 1
+            raw = stream.read(length) if length <= min(_MAX_HEADER, size - 8) else b""
+    except OSError as error:
+        raise UserError(f"{file} cannot be read ({error.strerror}); download it again") from error
+    try:
+        parsed = json.loads(raw)
+        parsed.pop("__metadata__", None)
+        rows = [
+            (name, t["dtype"], tuple(t["shape"]), 8 + length + t["data_offsets"][0], 8 + length + t["data_offsets"][1])
+            for name, t in parsed.items()
+        ]
+    except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+        raise UserError(
+            f"{file} has {size} bytes and no whole safetensors header; it is cut short or no safetensors file:"
+            " download it again"
+        ) from error
+    entries = {row[0]: Entry(*row[:3], file, *row[3:]) for row in sorted(rows, key=lambda row: row[3:])}
+    needed = max((entry.stop for entry in entries.values()), default=8 + length)
+    if size < needed:
+        cut = next(entry for entry in entries.values() if entry.stop > size)
+        raise UserError(
+            f"{file}: tensor {cut.name} ends at byte {cut.stop}, but the file has {size}; it is cut short: download it"
+            " again"
+        )
+    end = 8 + length
+    for entry in entries.values():
+        dtype = DTYPES.get(entry.dtype)
+        expected = None if dtype is None else math.prod(entry.shape) * dtype.itemsize
+        if expected not in (None, entry.nbytes) or entry.start != end:
+            raise UserError(
+                f"{file}: tensor {entry.name} {entry.dtype} {list(entry.shape)} needs {expected} bytes from byte {end},"
+                f" found {entry.nbytes} from byte {entry.start}; the file is damaged: download it again"
+            )
+        end = entry.stop
+    return raw, entries
+
+
+def files_of(folder: Path) -> list[Path]:
+    """The safetensors files of a checkpoint in order: those of its index, or model.safetensors.
+
+    Raises:
+        UserError: there are none, or one is missing.
+    """
+    index = folder / INDEX
+    if not index.is_file():
+        if not (folder / SINGLE).is_file():
+            raise UserError(f"{folder} has neither {INDEX} nor {SINGLE}; give a folder with a published checkpoint")
+        return [folder / SINGLE]
+    weight_map = read_index(index)
+    files = [folder / name for name in sorted(set(weight_map.values()))]
+    absent = [file for file in files if not file.is_file()]
+    if absent:
+        lost = sum(1 for name in weight_map.values() if folder / name == absent[0])
+        more = f" ({len(absent)} of {len(files)} files are missing)" if len(absent) > 1 else ""
+        raise UserError(f"{absent[0]} is missing: {INDEX} expects {lost} tensors in it{more}; download it")
+    return files
+
+
+def read_index(index: Path) -> dict[str, str]:
+    """Tensor to file name, of an index file. UserError where it is damaged."""
+    try:
+        weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        if not all(isinstance(name, str) and "/" not in name for name in weight_map.values()):
+            raise ValueError("file names expected in weight_map")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise UserError(f"{index} cannot be read ({error}); download it again") from error
+    return weight_map
+
+
+class Reader:
+    """Reads rows of tensors; keeps the last file open."""
+
+    def __init__(self) -> None:
+        self._file: Path | None = None
+        self._stream: BinaryIO | None = None
+
+    def bytes_of(self, entry: Entry, start: int = 0, stop: int | None = None) -> bytearray:
+        """Bytes [start, stop) of a tensor, counted from its own first one.
+
+        Raises:
+            UserError: they cannot be read.
+        """
+        stop = entry.nbytes if stop is None else stop
+        try:
+            if self._file != entry.file:
+                self.close()
+                self._stream, self._file = entry.file.open("rb", buffering=0), entry.file
+            self._stream.seek(entry.start + start)
+            data = bytearray(stop - start)
+            view, done = memoryview(data), 0
+            while done < len(data) and (count := self._stream.readinto(view[done:])):
+                done += count
+        except OSError as error:
+            raise UserError(f"{entry.file}: tensor {entry.name} cannot be read ({error.strerror})") from error
+        if done < len(data):
+            raise UserError(f"{entry.file}: tensor {entry.name} is cut short; the file changed while it was read")
+        return data
+
+    def elements(self, entry: Entry, start: int, stop: int) -> torch.Tensor:
+        """Elements [start, stop) of a tensor in storage order, in its own dtype, as one row."""
+        dtype = DTYPES[entry.dtype]
+        data = self.bytes_of(entry, start * dtype.itemsize, stop * dtype.itemsize)
+        return torch.frombuffer(data, dtype=dtype) if data else torch.empty(0, dtype=dtype)
+
+    def tensor(self, entry: Entry) -> torch.Tensor:
+        """A whole tensor."""
+        return self.elements(entry, 0, math.prod(entry.shape)).view(entry.shape)
+
+    def chunks(self, entry: Entry) -> Iterator[bytearray]:
+        """All bytes of a tensor, a few MiB at a time."""
+        for start in range(0, entry.nbytes, _COPY_BYTES):
+            yield self.bytes_of(entry, start, min(start + _COPY_BYTES, entry.nbytes))
+
+    def close(self) -> None:
+        if self._stream is not None:
+            self._stream.close()
+        self._file = self._stream = None
+
+
+def header_bytes(tensors: Iterable[tuple[str, str, tuple[int, ...]]]) -> bytes:
+    """A header for (name, dtype, shape) in this order, padded to whole 8 bytes as the format asks."""
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name, dtype, shape in tensors:
+        start, end = end, end + math.prod(shape) * DTYPES[dtype].itemsize
+        header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [start, end]}
+    raw = json.dumps(header, separators=(",", ":")).encode()
+    return raw + b" " * (-len(raw) % 8)
+
+
+class Writer:
+    """Writes one safetensors file front to back, and syncs it to the disk."""
+
+    def __init__(self, file: Path, header: bytes) -> None:
+        self._stream = file.open("wb")
+        self._stream.write(struct.pack("<Q", len(header)) + header)
+
+    def write(self, data: torch.Tensor | bytes | bytearray) -> None:
+        """The next bytes: a contiguous tensor's, or raw ones."""
+        if isinstance(data, torch.Tensor):
+            data = memoryview(data.contiguous().flatten().view(torch.uint8).numpy())
+        self._stream.write(data)
+
+    def close(self) -> None:
+        self._stream.flush()
+        os.fsync(self._stream.fileno())
+        self._stream.close()
+
+    def __enter__(self) -> Writer:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if not self._stream.closed:
+            self.close()
