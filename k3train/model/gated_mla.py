@@ -51,10 +51,7 @@ class GatedMLA(MegatronModule):
         latent, shared_key = self._latent(x, packing)
         q = self._queries(x, full)
         if state is None:
-            key, value = self._keys_values(latent, shared_key)
-            if self.max_logit is not None:
-                self.max_logit.observe(q, key, packing, self.training)
-            out = self._attend(q, key, value, packing)
+            out = self._attend(q, *self._keys_values(latent, shared_key), packing)
         else:
             out = mla_decode.attend_after(self, q, latent, shared_key, state)
         out = out.permute(2, 0, 1, 3).flatten(2)
@@ -92,6 +89,8 @@ class GatedMLA(MegatronModule):
 
     def _attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, packing: Packing) -> torch.Tensor:
         """Causal softmax attention inside every document, [b, heads, s, v_head_dim]."""
+        if self.max_logit is not None:
+            self.max_logit.observe(q, k, packing, self.training)
         if packing.context is not None:
             return attend_over_shards(q, k, v, packing.context)
         return self.core_attention(q, k, v, packing)

@@ -93,6 +93,7 @@ def one_rank(pool: WorkerPool) -> list[dict[str, Any]]:
 LAYOUTS: dict[str, tuple[int, dict[str, Any], tuple[bool, bool]]] = {
     "dp3": (3, {}, (True, False)),
     "tp2": (2, {"tensor": 2}, (True, False)),
+    "cp2": (2, {"context": 2}, (True, False)),
     "pp2": (2, {"pipeline": 2}, (False, False)),
     "ep2": (2, {"expert": 2}, (True, False)),
     "etp2": (2, {"tensor": 2, "expert_tensor": 2}, (True, True)),

@@ -71,11 +71,12 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "dp2 overlapped": (2, OVERLAP),
     "tp2": (2, {"parallel__tensor": 2}),
     "pp2": (2, {"parallel__pipeline": 2}),
+    "cp2": (2, {"parallel__context": 2}),
     "tp2 ep2 etp2": (4, {"parallel__tensor": 2, "parallel__expert": 2, "parallel__expert_tensor": 2}),
 }
 
 
-CHANGES = [("tp2 ep2 etp2", "dp2 overlapped"), ("dp2 overlapped", "tp2"), ("tp2", "pp2")]
+CHANGES = [("tp2 ep2 etp2", "dp2 overlapped"), ("dp2 overlapped", "tp2"), ("cp2", "pp2")]
 
 
 @pytest.mark.parametrize(("first", "second"), CHANGES)
