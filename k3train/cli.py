@@ -68,10 +68,17 @@ def _generate_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--ignore-eos", action="store_true", help="go on after the end-of-document token")
     parser.add_argument("--batch-size", type=int, default=32, metavar="N", help="samples at a time (default 32)")
     parser.add_argument("--json", action="store_true", help="one JSON object a sample, with tokens and log-probs")
-    _layout_argument(parser)
+    _reading_arguments(parser)
 
 
-def _layout_argument(parser: argparse.ArgumentParser) -> None:
+def _reading_arguments(parser: argparse.ArgumentParser) -> None:
+    """Of the verbs that read text with a model."""
+    parser.add_argument(
+        "--kernels",
+        choices=["auto", "reference"],
+        default="auto",
+        help="reference: every operation in the published code's order, slow (default auto: the fast ones)",
+    )
     parser.add_argument(
         "layout",
         nargs="*",
@@ -85,7 +92,7 @@ def _score_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tokens", required=True, metavar="FILE.npy", help="token ids, [length] or [rows, length]")
     parser.add_argument("--out", required=True, metavar="FILE.npz")
     parser.add_argument("--logits", action="store_true", help="write the logits as well")
-    _layout_argument(parser)
+    _reading_arguments(parser)
 
 
 def _inspect_arguments(parser: argparse.ArgumentParser) -> None:

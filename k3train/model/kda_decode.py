@@ -40,7 +40,12 @@ def attend_after(
         out, memory = kda_decode_step(q, k, v, decay, beta, layer.A_log, layer.dt_bias, memory, **settings)
     else:
         mixed, conv = short_conv(
-            inputs.unsqueeze(0), taps, cu_seqlens=view.cu_seqlens, initial_state=conv, output_final_state=True
+            inputs.unsqueeze(0),
+            taps,
+            cu_seqlens=view.cu_seqlens,
+            initial_state=conv,
+            output_final_state=True,
+            backend=layer.kernels,
         )
         q, k, v = (layer._heads(t) for t in mixed.chunk(3, dim=-1))
         out, memory = kda_attention(
@@ -54,7 +59,7 @@ def attend_after(
             cu_seqlens=view.cu_seqlens,
             initial_state=memory,
             output_final_state=True,
-            backend=layer.kda.backend,
+            backend=layer.backend,
             **settings,
         )
         out = out.squeeze(0)

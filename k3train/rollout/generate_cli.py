@@ -167,7 +167,7 @@ def run(args: argparse.Namespace) -> int:
     if "" in stop_strings:
         raise UserError("--stop '' would end every text at once; give at least one character")
     prompts = read_prompts(args.prompt, args.prompts)
-    restored = restore(args.checkpoint, layout=args.layout, command="generate")
+    restored = restore(args.checkpoint, layout=args.layout, command="generate", kernels=args.kernels)
     tokenizer = restored.tokenizer()
     stop = frozenset() if args.ignore_eos else frozenset({tokenizer.eod})
     generator = BatchGenerator(

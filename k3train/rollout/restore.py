@@ -78,7 +78,11 @@ def _check_layout(config: RecipeConfig, command: str) -> None:
 
 
 def restore(
-    checkpoint: str | Path, device: str = "auto", layout: Sequence[str] = (), command: str = "generate"
+    checkpoint: str | Path,
+    device: str = "auto",
+    layout: Sequence[str] = (),
+    command: str = "generate",
+    kernels: str = "auto",
 ) -> Restored:
     """Load the weights of a checkpoint (or of the newest one of a run), without its multi-token prediction layer.
 
@@ -87,6 +91,7 @@ def restore(
         device: auto, cpu or cuda.
         layout: words like `parallel.tensor=2`, for as many ranks as were started.
         command: the verb, for messages.
+        kernels: auto, or reference (slow): the published code's order of operations (see `ModelConfig.kernels`).
 
     Raises:
         UserError: it is no checkpoint, is damaged, or the layout does not fit the model or the ranks.
@@ -96,7 +101,7 @@ def restore(
     config = recipe_from_dict(directory.read_marker(path)["config"])
     config.parallel = parallel
     # Where the weights were trained says nothing about where they are read.
-    config.model.kda.backend = config.model.kernels = "auto"
+    config.model.kda.backend, config.model.kernels = "auto", kernels
     config.model.mtp.num_layers = 0
     _check_layout(config, command)
     # torch's own number of threads: all cores, or what OMP_NUM_THREADS says.

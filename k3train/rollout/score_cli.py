@@ -71,7 +71,7 @@ def run(args: argparse.Namespace) -> int:
     if not out.parent.is_dir():
         raise UserError(f"--out {out}: the folder {out.parent} does not exist; create it")
     tokens = read_tokens(Path(args.tokens))
-    restored = restore(args.checkpoint, layout=args.layout, command="score")
+    restored = restore(args.checkpoint, layout=args.layout, command="score", kernels=args.kernels)
     check_tokens(tokens.flatten().tolist(), restored.config.model.vocab_size, f"--tokens {args.tokens}")
     rows, logits_rows = [], []
     for row in tokens.to(restored.device):

@@ -100,6 +100,18 @@ def test_any_split_equals_the_whole_forward(single_rank: None, name: str, backen
         close(found, expected)
 
 
+def test_reference_kernels_are_kept_to_behind_states(single_rank: None) -> None:
+    """KDA token by token in front of states as well: to the last bit what the whole forward computes."""
+    config = small_model(full_attention_layers=[], kernels="reference")
+    model = build(config).eval()
+    tokens = ids()[0]
+    expected = whole(model, tokens)
+    states = states_of(model)
+    [row] = states.add()
+    # In one piece: matrix products of other shapes may round otherwise.
+    assert torch.equal(feed(model, states, [row], [tokens])[0], expected)
+
+
 def test_what_is_cached_is_what_decides(single_rank: None) -> None:
     """A different past changes the logits by far more than the bound: the comparison above can fail."""
     model = build().eval()
