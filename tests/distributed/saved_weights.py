@@ -11,9 +11,7 @@ WORDS = "ka mo ti ru se kal mot tin 世界 мир é ñ 🙂 def return while"
 VOCAB = 300
 
 
-def save_weights(
-    folder: Path, config: Any, models: list[torch.nn.Module], tokenizer: Path | None = None
-) -> Path:
+def save_weights(folder: Path, config: Any, models: list[torch.nn.Module], tokenizer: Path | None = None) -> Path:
     """Commit `models`, built on these ranks from `config`, as step 1 under `folder`; every rank calls this."""
     import torch.distributed as dist
     from megatron.core import dist_checkpointing
