@@ -32,6 +32,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.utils import _create_file_view
 
 from k3train.errors import UserError
+from k3train.hf.together import naming
 
 COMMON_STATE = "common_state/shard_0_1"  # where Megatron-Core keeps what is no tensor
 
@@ -86,13 +87,15 @@ class PieceWriter:
         start = self._stream.tell()
         buffer = io.BytesIO()
         torch.save(data, buffer)
-        self._stream.write(buffer.getbuffer())
+        with naming(self._stream.name):
+            self._stream.write(buffer.getbuffer())
         self.places[index] = _StorageInfo(self._name, start, self._stream.tell() - start)
 
     def close(self) -> None:
-        self._stream.flush()
-        os.fsync(self._stream.fileno())
-        self._stream.close()
+        with naming(self._stream.name):
+            self._stream.flush()
+            os.fsync(self._stream.fileno())
+            self._stream.close()
 
 
 def finish(folder: Path, pieces: list[Piece], objects: list[str], places: list[dict]) -> None:
@@ -104,7 +107,7 @@ def finish(folder: Path, pieces: list[Piece], objects: list[str], places: list[d
             contents[piece.key] = TensorStorageMetadata(properties, torch.Size(piece.shape), [])
         contents[piece.key].chunks.append(ChunkStorageMetadata(piece.offsets, piece.sizes))
     storage = {index: place for part in places for index, place in part.items()}
-    with (folder / ".metadata").open("wb") as file:
+    with naming(folder / ".metadata"), (folder / ".metadata").open("wb") as file:
         pickle.dump(Metadata(state_dict_metadata=contents, storage_data=storage), file)
     save_config(CheckpointingConfig("torch_dist"), str(folder))
 
