@@ -15,7 +15,10 @@ if TYPE_CHECKING:
 
 
 def attend_after(
-    layer: KimiDeltaAttention, projected: tuple[torch.Tensor, ...], decay: torch.Tensor, beta: torch.Tensor,
+    layer: KimiDeltaAttention,
+    projected: tuple[torch.Tensor, ...],
+    decay: torch.Tensor,
+    beta: torch.Tensor,
     state: KDAView,
 ) -> torch.Tensor:
     """Outputs [b * s, heads, head_dim] of new tokens, whose rows' states are read and replaced.
@@ -41,9 +44,18 @@ def attend_after(
         )
         q, k, v = (layer._heads(t) for t in mixed.chunk(3, dim=-1))
         out, memory = kda_attention(
-            q, k, v, decay.unsqueeze(0), beta.unsqueeze(0), layer.A_log, layer.dt_bias,
-            cu_seqlens=view.cu_seqlens, initial_state=memory, output_final_state=True,
-            backend=layer.kda.backend, **settings,
+            q,
+            k,
+            v,
+            decay.unsqueeze(0),
+            beta.unsqueeze(0),
+            layer.A_log,
+            layer.dt_bias,
+            cu_seqlens=view.cu_seqlens,
+            initial_state=memory,
+            output_final_state=True,
+            backend=layer.kda.backend,
+            **settings,
         )
         out = out.squeeze(0)
     state.store(conv, memory)

@@ -125,9 +125,7 @@ class QuantileBalancingRouter(TopKRouter, BalancedRouter):
         counts = torch.zeros_like(self.histogram)
         for scores in self.kept_scores:
             padding = scores[:, 0].isnan()
-            select_and_count(
-                scores, self.selection_bias, self.moe.top_k, counts, padding, self.moe.quantile_spacing
-            )
+            select_and_count(scores, self.selection_bias, self.moe.top_k, counts, padding, self.moe.quantile_spacing)
         return [self.tokens_per_expert, counts]
 
     @torch.no_grad()
