@@ -7,6 +7,9 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import io
+import os
+import signal
 import sys
 import tempfile
 import time
@@ -127,15 +130,10 @@ VERBS: dict[str, tuple[str, str, Callable[[argparse.ArgumentParser], None]]] = {
 def main(argv: list[str] | None = None) -> int:
     """Run the command line; returns the exit code (2 for input that cannot work, after one sentence on stderr)."""
     argv = sys.argv[1:] if argv is None else argv
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # a terminal of another encoding, a path that is no UTF-8
     try:
-        if not argv or argv[0] in ("-h", "--help", "help"):
-            print(_help())
-            return 0 if argv else 2
-        if argv[0] in VERBS:
-            return _run_verb(argv[0], argv[1:])
-        if "=" not in argv[0] and not argv[0].startswith(("-", "~")):
-            raise _unknown_verb(argv[0])
-        return _run_recipe(argv)
+        return _run(argv)
     except UserError as error:
         if is_first_rank():
             print(f"k3train: {error}", file=sys.stderr)
@@ -144,6 +142,17 @@ def main(argv: list[str] | None = None) -> int:
         return 2
     except KeyboardInterrupt:
         return 130
+
+
+def _run(argv: list[str]) -> int:
+    if not argv or argv[0] in ("-h", "--help", "help"):
+        print(_help())
+        return 0 if argv else 2
+    if argv[0] in VERBS:
+        return _run_verb(argv[0], argv[1:])
+    if "=" not in argv[0] and not argv[0].startswith(("-", "~")):
+        raise _unknown_verb(argv[0])
+    return _run_recipe(argv)
 
 
 def _help() -> str:
@@ -164,7 +173,26 @@ def _run_verb(verb: str, argv: list[str]) -> int:
     if hasattr(work, "ranks") and place() is None and (world_size := work.ranks(arguments)) > 1:
         with tempfile.TemporaryDirectory(prefix="k3train-") as logs:
             return launch([verb, *argv], world_size, Path(logs))
-    return work.run(arguments)
+    try:
+        code = work.run(arguments)
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError:  # what read the output has ended, as `head` does
+        _discard_output()
+        return 128 + signal.SIGPIPE
+    except OSError as error:
+        if error.filename is None:
+            _discard_output()
+        raise UserError(
+            f"{error.filename or 'the standard output'} cannot be read or written ({error.strerror}); see to its name,"
+            " to rights and to space there"
+        ) from error
+
+
+def _discard_output() -> None:
+    """The interpreter flushes what is left at its end, and would complain again."""
+    with open(os.devnull, "w", encoding="utf-8") as nowhere:
+        os.dup2(nowhere.fileno(), sys.stdout.fileno())
 
 
 def _run_recipe(argv: list[str]) -> int:

@@ -101,13 +101,17 @@ def resolve(path: str | Path) -> Path:
         UserError: there is none there.
     """
     path = Path(path)
-    if (path / MARKER).is_file():
-        return path
-    for root in (path, path / "checkpoints"):
-        found = committed(root)
-        if found:
-            return found[-1][1]
-    if not path.exists():
+    try:
+        if (path / MARKER).is_file():
+            return path
+        for root in (path, path / "checkpoints"):
+            found = committed(root)
+            if found:
+                return found[-1][1]
+        exists = path.exists()
+    except OSError as error:
+        raise UserError(f"{path} cannot be read ({error.strerror}); see to its name and rights") from error
+    if not exists:
         raise UserError(f"{path} does not exist; give a checkpoint, a folder of checkpoints or a run directory")
     raise UserError(
         f"{path} is not a checkpoint: it has no {MARKER} and no step_*/{MARKER} below it; "
@@ -125,8 +129,15 @@ def read_marker(path: Path) -> dict[str, Any]:
     try:
         marker = json.loads(file.read_text(encoding="utf-8"))
         version = marker["format_version"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UserError(f"{file} cannot be read ({error}); use another checkpoint of the run") from error
+        kinds = {"format_version": int}
+        if isinstance(version, int) and version <= FORMAT_VERSION:  # another one has other keys
+            kinds |= {"config": dict, "state": dict, "versions": dict}
+        for key, kind in kinds.items():
+            if not isinstance(marker[key], kind):
+                raise ValueError(f"{key} is {type(marker[key]).__name__}")
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        why = f"{error} is missing" if isinstance(error, KeyError) else error
+        raise UserError(f"{file} cannot be read ({why}); it is damaged: use another checkpoint of the run") from error
     if version > FORMAT_VERSION:
         raise UserError(
             f"{path} was written in checkpoint format {version}, this k3train reads up to {FORMAT_VERSION}; update it"

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import pickle
 from pathlib import Path
 
 import yaml
 
 from k3train.checkpoint import directory
+from k3train.checkpoint.state import train_state
+from k3train.config.load import recipe_from_dict
 from k3train.errors import UserError
 from k3train.telemetry.metrics_log import read_metrics
 
@@ -38,7 +39,7 @@ def _print_run(path: Path) -> list[str]:
         try:
             config = yaml.safe_load(config_file.read_text(encoding="utf-8"))
             print(f"recipe      {config['recipe_name']}, {config['train']['steps']} steps")
-        except (yaml.YAMLError, KeyError, TypeError) as error:
+        except (yaml.YAMLError, OSError, ValueError, KeyError, TypeError) as error:
             print(f"recipe      {config_file} cannot be read ({type(error).__name__})")
     _print_last_metrics(path)
     print(f"checkpoints {', '.join(str(step) for step, _ in found) or 'none'}")
@@ -50,26 +51,27 @@ def _print_run(path: Path) -> list[str]:
 def _print_last_metrics(run_dir: Path) -> None:
     if not (run_dir / "metrics.jsonl").is_file():
         return
-    last = {entry["kind"]: entry for entry in read_metrics(run_dir)}
+    last = {entry.get("kind"): entry for entry in read_metrics(run_dir)}
     if "train" in last:
         m = last["train"]
-        balance = m.get("balance", {}).get("max_violation", {})
+        balance = (m.get("balance") or {}).get("max_violation") or {}
         worst = f", max violation {max(balance.values()):.2f}" if balance else ""
-        print(f"last step   {m['step']}: loss {m['loss']}, grad norm {m['grad_norm']}{worst}")
+        print(f"last step   {m.get('step')}: loss {m.get('loss')}, grad norm {m.get('grad_norm')}{worst}")
     if "eval" in last:
-        print(f"held-out    loss {last['eval']['loss']} nats at step {last['eval']['step']}")
+        print(f"held-out    loss {last['eval'].get('loss')} nats at step {last['eval'].get('step')}")
 
 
 def _print_checkpoint(path: Path) -> list[str]:
     marker = directory.read_marker(path)
-    state, parallel, model = marker["state"], marker["config"]["parallel"], marker["config"]["model"]
+    state, config = train_state(marker["state"], path), recipe_from_dict(marker["config"])
+    parallel, model = config.parallel, config.model
     files = [f for f in path.rglob("*") if f.is_file()]
     print(f"checkpoint  {path}")
-    print(f"progress    step {state['step']}, {state['tokens']:,} tokens, {state['consumed_samples']:,} sequences")
-    print(f"model       {model['name']}: {model['num_layers']} layers, hidden {model['hidden_size']}")
+    print(f"progress    step {state.step}, {state.tokens:,} tokens, {state.consumed_samples:,} sequences")
+    print(f"model       {model.name}: {model.num_layers} layers, hidden {model.hidden_size}")
     print(
-        f"written as  TP{parallel['tensor']} x PP{parallel['pipeline']} x VPP{parallel['virtual_pipeline']}, "
-        f"EP{parallel['expert']} (any other layout can load it)"
+        f"written as  TP{parallel.tensor} x PP{parallel.pipeline} x VPP{parallel.virtual_pipeline}, "
+        f"EP{parallel.expert} (any other layout can load it)"
     )
     versions = ", ".join(f"{name} {number}" for name, number in marker["versions"].items())
     print(f"written by  {versions}")
@@ -81,12 +83,12 @@ def _print_checkpoint(path: Path) -> list[str]:
 
 def _check_shards(path: Path) -> tuple[int, list[str]]:
     """Number of stored tensors, and what is missing or cut short against the checkpoint's own table."""
-    from torch.distributed.checkpoint import FileSystemReader
+    from k3train.checkpoint.table import read_table
 
     try:
-        metadata = FileSystemReader(path).read_metadata()
-    except (OSError, EOFError, ValueError, AttributeError, KeyError, ImportError, pickle.UnpicklingError) as error:
-        return 0, [f"{path / '.metadata'} cannot be read ({error})"]
+        metadata = read_table(path)
+    except UserError as error:
+        return 0, [str(error)]
     needed: dict[str, int] = {}
     for storage in metadata.storage_data.values():
         end = storage.offset + storage.length

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from k3train.errors import UserError
 
 
 @dataclass
@@ -21,3 +25,18 @@ class TrainState:
 
     def to_dict(self) -> dict[str, int]:
         return asdict(self)
+
+
+def train_state(saved: dict[str, Any], checkpoint: Path) -> TrainState:
+    """The counters that a checkpoint carries.
+
+    Raises:
+        UserError: one is missing, unknown or no whole number.
+    """
+    wanted = TrainState().to_dict().keys()
+    if saved.keys() != wanted or not all(type(count) is int and count >= 0 for count in saved.values()):
+        raise UserError(
+            f"{checkpoint}: the state in its checkpoint.json is {saved}; expected whole numbers for"
+            f" {', '.join(wanted)}: it is damaged, use another checkpoint of the run"
+        )
+    return TrainState(**saved)

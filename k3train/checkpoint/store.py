@@ -18,7 +18,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from torch.distributed.checkpoint.api import CheckpointException
 
 from k3train.checkpoint import directory
-from k3train.checkpoint.state import TrainState
+from k3train.checkpoint.state import TrainState, train_state
 from k3train.errors import UserError
 from k3train.optim.build import allocate_state, named_parts
 
@@ -167,7 +167,7 @@ def load(
     allocate_state(optimizer)
     loaded = _load(_everything(models, optimizer, schedule, is_loading=True), path)
     _load_model_state(models, loaded)
-    state = TrainState(**marker["state"])
+    state = train_state(marker["state"], path)
     for name, part in named_parts(optimizer).items():
         _load_optimizer_part(part, loaded["optimizer"][name], state.step)
     schedule.load_state_dict(loaded["schedule"])

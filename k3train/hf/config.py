@@ -9,6 +9,7 @@ from typing import Any
 
 from k3train.config.model import AttentionResidualConfig, KDAConfig, MLAConfig, ModelConfig, MoEConfig
 from k3train.errors import UserError
+from k3train.hf.config_types import checked
 from k3train.hf.names import K3_PREFIX
 
 K3_ARCHITECTURE, KIMI_LINEAR_ARCHITECTURE = "KimiK3ForConditionalGeneration", "KimiLinearForCausalLM"
@@ -80,7 +81,7 @@ def read_config(file: Path) -> HFConfig:
             f"{file} cannot be read ({error.strerror}); --hf takes a folder with a published checkpoint: config.json"
             " and its .safetensors files"
         ) from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UserError(f"{file} is not JSON ({error}); download it again") from error
     return parse_config(content, file)
 
@@ -95,15 +96,16 @@ def parse_config(content: dict[str, Any], file: Path) -> HFConfig:
     elif kind == "kimi_linear":
         text, prefix = content, ""
     else:
-        found = _OTHERS.get(kind, "an architecture that k3train does not know")
+        found = _OTHERS.get(str(kind), "an architecture that k3train does not know")
         raise UserError(
             f"{file}: model_type is {kind!r} ({found}); k3train imports kimi_k3 (Kimi K3) and kimi_linear (Kimi Linear)"
         )
     missing = [key for key in _REQUIRED if key not in text]
     if missing:
         raise UserError(f"{file}: {missing[0]} is missing; expected every key of a published {kind} configuration")
-    _check_supported(text, file)
-    return HFConfig(content, text, prefix, _model_of(text, file, file.parent.resolve().name))
+    used = checked(text, file)
+    _check_supported(used, file)
+    return HFConfig(content, text, prefix, _model_of(used, file, file.parent.resolve().name))
 
 
 def _check_supported(text: dict[str, Any], file: Path) -> None:
@@ -121,9 +123,11 @@ def _check_supported(text: dict[str, Any], file: Path) -> None:
         raise UserError(f"{file}: num_key_value_heads is {shared}; multi-head latent attention has {heads}, one a head")
     if text.get("hidden_act", "silu") not in ("situ", "silu"):
         raise UserError(f"{file}: hidden_act is {text['hidden_act']!r}; k3train has situ (K3) and silu (Kimi Linear)")
-    kinds = text.get("mlp_layer_types")
+    kinds, layers = text.get("mlp_layer_types"), text["num_hidden_layers"]
     if kinds and sorted(kinds) != kinds:
         raise UserError(f"{file}: mlp_layer_types has a dense layer after a sparse one; dense layers come first here")
+    if kinds and len(kinds) != layers:
+        raise UserError(f"{file}: mlp_layer_types names {len(kinds)} layers; num_hidden_layers is {layers}")
 
 
 def _model_of(text: dict[str, Any], file: Path, name: str) -> ModelConfig:
@@ -159,7 +163,7 @@ def _model_of(text: dict[str, Any], file: Path, name: str) -> ModelConfig:
             latent_size=latent,
             latent_norm=latent is not None and bool(text.get("latent_moe_use_norm", False)),
             expert_hidden_size=text["moe_intermediate_size"],
-            num_shared_experts=text["num_shared_experts"] or 0,
+            num_shared_experts=text.get("num_shared_experts", 0),
             first_dense_layers=kinds.count("dense") if kinds else text.get("first_k_dense_replace", 1),
             renormalize=bool(text.get("moe_renormalize", True)),
             routed_scaling_factor=float(text.get("routed_scaling_factor", 1.0)),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from k3train.config.schema import RecipeConfig
 from k3train.config.validate import resolve_world_size
 from k3train.errors import UserError
 from k3train.hf.import_cli import lay_out
+from k3train.hf.target import check_target
 
 GB = 10**9
 
@@ -26,17 +28,18 @@ def ranks(args: argparse.Namespace) -> int:
 def run(args: argparse.Namespace) -> int:
     """Export on the ranks that exist; returns the exit code."""
     from k3train import platform
-    from k3train.hf.exporter import check_target, plan_job, run_export
+    from k3train.hf.exporter import folders_read, plan_job, run_export
     from k3train.hf.source import find_source
     from k3train.hf.together import together
     from k3train.hf.torch_dist import TensorReader
 
-    if args.max_shard_gb <= 0:
-        raise UserError(f"--max-shard-gb {args.max_shard_gb} has to be above 0; try 5")
+    if not (args.max_shard_gb > 0 and math.isfinite(args.max_shard_gb)):
+        raise UserError(f"--max-shard-gb {args.max_shard_gb} has to be a number above 0; try 5")
     checkpoint, out = directory.resolve(args.checkpoint), Path(args.hf)
     config = recipe_from_dict(directory.read_marker(checkpoint)["config"])
-    check_target(out)
+    check_target("--hf", out)
     source = find_source(checkpoint, args.like)
+    check_target("--hf", out, *folders_read(checkpoint, source))
     here = platform.start("cpu", 1)
     with together():
         if source is not None:

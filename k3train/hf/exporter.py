@@ -6,7 +6,9 @@ Ranks share the files out and read from the checkpoint only what goes into their
 from __future__ import annotations
 
 import json
+import os
 import shutil
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,6 +25,7 @@ from k3train.hf.names import K3_PREFIX, other_spelling
 from k3train.hf.progress import Progress
 from k3train.hf.safetensors_files import DTYPES, INDEX, Entry, Reader, Writer
 from k3train.hf.source import Source
+from k3train.hf.target import check_target, claimed, partial_of
 from k3train.hf.together import check_space, share_of, sync_tree, together
 from k3train.hf.torch_dist import TensorReader
 from k3train.hf.write_config import is_kimi_linear, new_config, with_quantization
@@ -114,14 +117,6 @@ def _token_ids(checkpoint: Path) -> dict[str, int] | None:
     return begin | {"eos_token_id": tokenizer.eod, "pad_token_id": tokenizer.pad}
 
 
-def check_target(out: Path) -> None:
-    """Raise UserError where a folder cannot be made under this name."""
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise UserError(f"--hf {out} exists and is not empty; choose another name: an export never overwrites")
-    if not out.parent.is_dir():
-        raise UserError(f"--hf {out}: the folder {out.parent} does not exist; create it")
-
-
 def run_export(checkpoint: Path, out: Path, tensors: TensorReader, job: Job) -> BlockCount:
     """Write the folder `out`. On every rank of a started process group.
 
@@ -130,21 +125,32 @@ def run_export(checkpoint: Path, out: Path, tensors: TensorReader, job: Job) -> 
     Raises:
         UserError: a damaged checkpoint, a full disk, weights that are not finite; on every rank.
     """
-    rank, ranks = dist.get_rank(), dist.get_world_size()
-    partial = out.with_name(out.name + ".partial")
-    with together():
-        if rank == 0:
-            check_target(out)
-            needed = sum(file.nbytes for file in job.files) + _SPARE_BYTES
-            check_space(out.parent, needed, f"the export {out}")
-            if partial.exists():
-                shutil.rmtree(partial)
-            partial.mkdir()
+    with ExitStack() as claim:
+        with together():
+            if dist.get_rank() == 0:
+                real = check_target("--hf", out, *folders_read(checkpoint, job.source))
+                needed = sum(file.nbytes for file in job.files) + _SPARE_BYTES
+                check_space(real.parent, needed, f"the export {out}")
+                claim.enter_context(claimed(real, "--hf"))
+        return _fill(checkpoint, Path(os.path.realpath(out)), tensors, job)
+
+
+def folders_read(checkpoint: Path, source: Source | None) -> list[Path]:
+    """The folders that an export reads."""
+    return [checkpoint] if source is None else [checkpoint, source.checkpoint]
+
+
+def _fill(checkpoint: Path, out: Path, tensors: TensorReader, job: Job) -> BlockCount:
+    """Write the claimed folder and give it its name. On every rank."""
+    partial, rank, ranks = partial_of(out), dist.get_rank(), dist.get_world_size()
 
     def cleanup() -> None:
         shutil.rmtree(partial, ignore_errors=True)
 
-    content = _Content(tensors, job, checkpoint)
+    with together(cleanup):
+        if rank == 0:
+            check_target("--hf", out)  # again: whoever had the claim before may have finished
+        content = _Content(tensors, job, checkpoint)
     with together(cleanup):
         mine = share_of(job.files, [file.nbytes for file in job.files], rank, ranks)
         progress = Progress("exported", sum(file.nbytes for file in mine), ranks, rank)
@@ -159,9 +165,7 @@ def run_export(checkpoint: Path, out: Path, tensors: TensorReader, job: Job) -> 
         if rank == 0:
             _write_rest(partial, job, checkpoint)
             sync_tree(partial)
-            if out.exists():
-                out.rmdir()
-            partial.rename(out)
+            partial.rename(out)  # over an empty folder, where there is one
     return BlockCount(sum(blocks for blocks, _ in counts), sum(kept for _, kept in counts))
 
 

@@ -12,6 +12,7 @@ from k3train.config.schema import DataConfig, ParallelConfig, RecipeConfig, RunC
 from k3train.config.validate import resolve_world_size, validate_model
 from k3train.errors import UserError
 from k3train.hf.config import HFConfig, read_config
+from k3train.hf.target import check_target
 
 
 def ranks(args: argparse.Namespace) -> int:
@@ -67,11 +68,11 @@ def parallel_of(overrides: list[str]) -> ParallelConfig:
 def run(args: argparse.Namespace) -> int:
     """Import on the ranks that exist; returns the exit code."""
     from k3train import platform
-    from k3train.hf.importer import check_target, run_import
+    from k3train.hf.importer import run_import
 
     config, source = _prepare(args)
     out = Path(args.out)
-    check_target(out)
+    check_target("--out", out, Path(args.hf))
     here = platform.start("cpu", 1)
     if here.rank == 0:
         model = config.model

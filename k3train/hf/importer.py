@@ -8,7 +8,9 @@ had, and export writes the block with its own again (see `k3train.quant.mxfp4.en
 from __future__ import annotations
 
 import json
+import os
 import shutil
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,6 +29,7 @@ from k3train.hf.mapping import Part, Weight, published_parts, weights_of
 from k3train.hf.progress import Progress
 from k3train.hf.safetensors_files import DTYPES, Reader
 from k3train.hf.source import keep_source
+from k3train.hf.target import check_target, claimed, partial_of
 from k3train.hf.together import check_space, share_of, sync_tree, together
 from k3train.hf.torch_dist import COMMON_STATE, Piece, PieceWriter, cut, finish
 from k3train.quant.mxfp4 import NAN_SCALE, decode
@@ -71,22 +74,31 @@ def run_import(hf: Path, out: Path, config: RecipeConfig, source: HFConfig) -> N
     Raises:
         UserError: wrong input or a full disk; on every rank.
     """
-    rank, ranks = dist.get_rank(), dist.get_world_size()
-    partial = out.with_name(out.name + ".partial")
     with together():
         weights, objects = weights_of(source.model)
         parts = published_parts(weights, source.prefix)
         inventory = take_inventory(hf, source, parts)
         plan = make_plan(weights, parts, inventory)
         config.train.precision = _precision(parts, inventory)
-    with together():
-        if rank == 0:
-            _make_partial(partial, out, plan)
+    with ExitStack() as claim:
+        with together():
+            if dist.get_rank() == 0:
+                real = check_target("--out", out, hf)
+                check_space(real.parent, _bytes_of(plan), f"the checkpoint {out}")
+                claim.enter_context(claimed(real, "--out"))
+        _fill(hf, Path(os.path.realpath(out)), config, plan, [*objects, COMMON_STATE])
+
+
+def _fill(hf: Path, out: Path, config: RecipeConfig, plan: Plan, keys: list[str]) -> None:
+    """Write the claimed folder and give it its name. On every rank."""
+    partial, rank, ranks = partial_of(out), dist.get_rank(), dist.get_world_size()
 
     def cleanup() -> None:
         shutil.rmtree(partial, ignore_errors=True)
 
-    keys = [*objects, COMMON_STATE]
+    with together(cleanup):
+        if rank == 0:
+            check_target("--out", out)  # again: whoever had the claim before may have finished
     with together(cleanup):
         places = _write_pieces(partial, plan, keys, rank, ranks)
     gathered: list[Any] = [None] * ranks
@@ -107,21 +119,9 @@ def _precision(parts: dict[str, Part], inventory: Inventory) -> str:
     return "bf16" if next(wide, None) is None else "fp32"
 
 
-def check_target(out: Path) -> None:
-    """Raise UserError where a checkpoint cannot be made under this name."""
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise UserError(f"--out {out} exists; choose another name, or remove it: an import never overwrites")
-    if not out.parent.is_dir():
-        raise UserError(f"--out {out}: the folder {out.parent} does not exist; create it")
-
-
-def _make_partial(partial: Path, out: Path, plan: Plan) -> None:
-    check_target(out)
-    needed = sum(piece.nbytes for piece in plan.pieces) + sum(e.nbytes for e in plan.inventory.carried) + _SPARE_BYTES
-    check_space(out.parent, needed, f"the checkpoint {out}")
-    if partial.exists():
-        shutil.rmtree(partial)
-    partial.mkdir()
+def _bytes_of(plan: Plan) -> int:
+    tensors = sum(piece.nbytes for piece in plan.pieces)
+    return tensors + sum(entry.nbytes for entry in plan.inventory.carried) + _SPARE_BYTES
 
 
 def _write_pieces(partial: Path, plan: Plan, objects: list[str], rank: int, ranks: int) -> dict:
@@ -194,6 +194,4 @@ def _commit(hf: Path, out: Path, partial: Path, config: RecipeConfig, plan: Plan
     }
     (partial / directory.MARKER).write_text(json.dumps(marker, indent=1), encoding="utf-8")
     sync_tree(partial)
-    if out.exists():
-        out.rmdir()  # an empty folder, as check_target saw
-    partial.rename(out)
+    partial.rename(out)  # over an empty folder, where there is one

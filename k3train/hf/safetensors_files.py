@@ -7,6 +7,7 @@ keep no more than the rows at hand.
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
@@ -14,11 +15,12 @@ import struct
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import torch
 
 from k3train.errors import UserError
+from k3train.hf.together import naming
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -62,6 +64,8 @@ def read_header(file: Path) -> tuple[bytes, dict[str, Entry]]:
         UserError: the file is missing, cut short, or no safetensors file.
     """
     try:
+        if not file.is_file():  # to open a pipe would wait for its other end
+            raise FileNotFoundError(errno.ENOENT, "no such file")
         size = file.stat().st_size
         with file.open("rb") as stream:
             length = struct.unpack("<Q", stream.read(8))[0] if size >= 8 else _MAX_HEADER + 1
@@ -69,16 +73,14 @@ def read_header(file: Path) -> tuple[bytes, dict[str, Entry]]:
     except OSError as error:
         raise UserError(f"{file} cannot be read ({error.strerror}); download it again") from error
     try:
-        parsed = json.loads(raw)
-        parsed.pop("__metadata__", None)
         rows = [
-            (name, t["dtype"], tuple(t["shape"]), 8 + length + t["data_offsets"][0], 8 + length + t["data_offsets"][1])
-            for name, t in parsed.items()
+            (name, dtype, shape, 8 + length + start, 8 + length + stop)
+            for name, dtype, shape, (start, stop) in _rows_of(raw)
         ]
-    except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise UserError(
-            f"{file} has {size} bytes and no whole safetensors header; it is cut short or no safetensors file:"
-            " download it again"
+            f"{file} has {size} bytes and no whole safetensors header ({error}); it is cut short or no"
+            " safetensors file: download it again"
         ) from error
     entries = {row[0]: Entry(*row[:3], file, *row[3:]) for row in sorted(rows, key=lambda row: row[3:])}
     needed = max((entry.stop for entry in entries.values()), default=8 + length)
@@ -98,7 +100,35 @@ def read_header(file: Path) -> tuple[bytes, dict[str, Entry]]:
                 f" found {entry.nbytes} from byte {entry.start}; the file is damaged: download it again"
             )
         end = entry.stop
+    if size > end:
+        raise UserError(
+            f"{file} has {size - end} bytes behind its last tensor, which ends at byte {end}; the file is damaged:"
+            " download it again"
+        )
     return raw, entries
+
+
+def _rows_of(raw: bytes) -> list[tuple[str, str, tuple[int, ...], tuple[int, int]]]:
+    """(name, dtype, shape, offsets) of a raw header. ValueError or its like where it is none."""
+    pairs = json.loads(raw, object_pairs_hook=_unique).items()
+    rows = []
+    for name, tensor in pairs:
+        if name == "__metadata__":
+            continue
+        dtype, shape, offsets = tensor["dtype"], tensor["shape"], tensor["data_offsets"]
+        numbers = isinstance(shape, list) and isinstance(offsets, list) and len(offsets) == 2
+        if not (numbers and isinstance(dtype, str) and all(type(n) is int and n >= 0 for n in [*shape, *offsets])):
+            raise ValueError(f"{name} has no dtype, shape and data_offsets of the format")
+        rows.append((name, dtype, tuple(shape), tuple(offsets)))
+    return rows
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object of JSON, in which nothing is named twice: of two tensors of one name the first would be lost."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise ValueError("a name is given twice")
+    return found
 
 
 def files_of(folder: Path) -> list[Path]:
@@ -126,11 +156,17 @@ def read_index(index: Path) -> dict[str, str]:
     """Tensor to file name, of an index file. UserError where it is damaged."""
     try:
         weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-        if not all(isinstance(name, str) and "/" not in name for name in weight_map.values()):
-            raise ValueError("file names expected in weight_map")
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        odd = next((name for name in weight_map.values() if not _is_file_name(name)), None)
+        if odd is not None or None in weight_map.values():
+            raise ValueError(f"weight_map has {odd!r} where a name like model-00001-of-00002.safetensors is expected")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise UserError(f"{index} cannot be read ({error}); download it again") from error
     return weight_map
+
+
+def _is_file_name(name: Any) -> bool:
+    """Whether an index may name this file: one of the folder itself, of safetensors."""
+    return isinstance(name, str) and name.endswith(".safetensors") and name.isprintable() and "/" not in name
 
 
 class Reader:
@@ -199,18 +235,20 @@ class Writer:
 
     def __init__(self, file: Path, header: bytes) -> None:
         self._stream = file.open("wb")
-        self._stream.write(struct.pack("<Q", len(header)) + header)
+        self.write(struct.pack("<Q", len(header)) + header)
 
     def write(self, data: torch.Tensor | bytes | bytearray) -> None:
         """The next bytes: a contiguous tensor's, or raw ones."""
         if isinstance(data, torch.Tensor):
             data = memoryview(data.contiguous().flatten().view(torch.uint8).numpy())
-        self._stream.write(data)
+        with naming(self._stream.name):
+            self._stream.write(data)
 
     def close(self) -> None:
-        self._stream.flush()
-        os.fsync(self._stream.fileno())
-        self._stream.close()
+        with naming(self._stream.name):
+            self._stream.flush()
+            os.fsync(self._stream.fileno())
+            self._stream.close()
 
     def __enter__(self) -> Writer:
         return self

@@ -25,7 +25,8 @@ def together(cleanup: Callable[[], None] = lambda: None) -> Iterator[None]:
     except UserError as error:
         failure = str(error)
     except OSError as error:
-        failure = f"{error.filename or 'a file'} cannot be written ({error.strerror}); free space or rights there"
+        file = error.filename2 or error.filename or "a file"
+        failure = f"{file} cannot be read or written ({error.strerror}); see to space and rights there"
     failures: list[str | None] = [None] * dist.get_world_size()
     dist.all_gather_object(failures, failure)
     told = next((f for f in failures if f is not None), None)
@@ -33,6 +34,16 @@ def together(cleanup: Callable[[], None] = lambda: None) -> Iterator[None]:
         if dist.get_rank() == 0:
             cleanup()
         raise UserError(told)
+
+
+@contextmanager
+def naming(file: Path | str) -> Iterator[None]:
+    """Errors of a full or broken disk do not say which file they met: here it is `file`."""
+    try:
+        yield
+    except OSError as error:
+        error.filename = error.filename or str(file)
+        raise
 
 
 def share_of[Item](items: list[Item], sizes: list[int], rank: int, ranks: int) -> list[Item]:

@@ -19,7 +19,6 @@ from typing import Any, BinaryIO
 import torch
 from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
@@ -31,7 +30,9 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.utils import _create_file_view
 
+from k3train.checkpoint.table import read_table
 from k3train.errors import UserError
+from k3train.hf.together import naming
 
 COMMON_STATE = "common_state/shard_0_1"  # where Megatron-Core keeps what is no tensor
 
@@ -86,13 +87,15 @@ class PieceWriter:
         start = self._stream.tell()
         buffer = io.BytesIO()
         torch.save(data, buffer)
-        self._stream.write(buffer.getbuffer())
+        with naming(self._stream.name):
+            self._stream.write(buffer.getbuffer())
         self.places[index] = _StorageInfo(self._name, start, self._stream.tell() - start)
 
     def close(self) -> None:
-        self._stream.flush()
-        os.fsync(self._stream.fileno())
-        self._stream.close()
+        with naming(self._stream.name):
+            self._stream.flush()
+            os.fsync(self._stream.fileno())
+            self._stream.close()
 
 
 def finish(folder: Path, pieces: list[Piece], objects: list[str], places: list[dict]) -> None:
@@ -104,7 +107,7 @@ def finish(folder: Path, pieces: list[Piece], objects: list[str], places: list[d
             contents[piece.key] = TensorStorageMetadata(properties, torch.Size(piece.shape), [])
         contents[piece.key].chunks.append(ChunkStorageMetadata(piece.offsets, piece.sizes))
     storage = {index: place for part in places for index, place in part.items()}
-    with (folder / ".metadata").open("wb") as file:
+    with naming(folder / ".metadata"), (folder / ".metadata").open("wb") as file:
         pickle.dump(Metadata(state_dict_metadata=contents, storage_data=storage), file)
     save_config(CheckpointingConfig("torch_dist"), str(folder))
 
@@ -118,10 +121,7 @@ class TensorReader:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        try:
-            metadata = FileSystemReader(folder).read_metadata()
-        except (OSError, EOFError, ValueError, AttributeError, KeyError, ImportError, pickle.UnpicklingError) as error:
-            raise UserError(f"{folder / '.metadata'} cannot be read ({error}); the checkpoint is damaged") from error
+        metadata = read_table(folder)
         contents = metadata.state_dict_metadata
         self._tensors = {key: value for key, value in contents.items() if isinstance(value, TensorStorageMetadata)}
         self._places = metadata.storage_data
@@ -165,7 +165,9 @@ class TensorReader:
 
     def _read_chunk(self, index: MetadataIndex, dtype: torch.dtype, box: list[tuple[int, int]]) -> torch.Tensor:
         """A box of one stored piece: the shortest run of bytes that holds it is read, and viewed with its strides."""
-        place = self._places[index]
+        place = self._places.get(index)
+        if place is None:
+            raise UserError(f"{self._folder / '.metadata'} has no place for {index.fqn}; use another checkpoint")
         file = self._folder / place.relative_path
         try:
             stream = self._files.get(place.relative_path)
@@ -179,8 +181,9 @@ class TensorReader:
             view, done = memoryview(data), 0
             while done < len(data) and (count := stream.readinto(view[done:])):
                 done += count
-        except (OSError, RuntimeError, pickle.UnpicklingError, EOFError) as error:
-            raise UserError(f"{file}: {index.fqn} cannot be read ({error}); use another checkpoint") from error
+        except Exception as error:  # torch.load fails in any way on damaged bytes
+            why = str(error).splitlines()[0] if str(error) else type(error).__name__
+            raise UserError(f"{file}: {index.fqn} cannot be read ({why}); use another checkpoint") from error
         if done < len(data):
             raise UserError(f"{file}: {index.fqn} is cut short; use another checkpoint")
         return torch.frombuffer(data, dtype=dtype).as_strided([high - low for low, high in box], strides)

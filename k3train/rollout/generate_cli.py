@@ -21,6 +21,9 @@ from k3train.rollout.sampling import SamplingConfig
 from k3train.rollout.text import TextStream
 
 
+MOST_SAMPLES = 100_000  # of all prompts together; each has its result in memory from the start
+
+
 @dataclass
 class Result:
     """One sample: where it belongs, what has come of it, and how it ended."""
@@ -42,37 +45,51 @@ def read_prompts(given: list[str] | None, file: str | None) -> list[str]:
     Raises:
         UserError: none at all, an empty one, or a file or line that cannot be read.
     """
-    prompts = list(given or [])
+    prompts = [(f"--prompt {number}", text) for number, text in enumerate(given or [], start=1)]
     if file is not None:
         prompts += list(_file_prompts(Path(file)))
     if not prompts:
         raise UserError("generate needs at least one prompt: --prompt TEXT, or --prompts FILE with one a line")
-    for number, prompt in enumerate(prompts, start=1):
-        if not prompt:
-            raise UserError(f"prompt {number} of {len(prompts)} is empty; give at least one character")
-    return prompts
+    for where, text in prompts:
+        if not text:
+            raise UserError(f"{where} is empty; give at least one character")
+        check_text(where, text)
+    return [text for _, text in prompts]
 
 
-def _file_prompts(path: Path) -> Iterator[str]:
+def check_text(where: str, text: str) -> None:
+    """Raise UserError for what is no text: bytes of a command line that are no UTF-8, half a surrogate pair."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise UserError(
+            f"{where} is not text in UTF-8: character {error.start + 1} is {text[error.start]!a}; remove it, or convert"
+            " the text to UTF-8"
+        ) from error
+
+
+def _file_prompts(path: Path) -> Iterator[tuple[str, str]]:
+    """(where it stands, text) of each prompt."""
     if path.suffix not in (".txt", ".jsonl"):
         raise UserError(f"--prompts {path} ends in neither .txt (a prompt a line) nor .jsonl (an object a line)")
     try:
-        lines = path.read_text(encoding="utf-8").split("\n")
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"--prompts {path} cannot be read ({error})") from error
+        lines = path.read_text(encoding="utf-8-sig").split("\n")
+    except (OSError, ValueError) as error:
+        raise UserError(f"--prompts {path} cannot be read ({error}); give a file of text in UTF-8") from error
     for number, line in enumerate(lines, start=1):
+        where = f"--prompts {path} line {number}"
         if not line.strip():
             continue
         if path.suffix == ".txt":
-            yield line.removesuffix("\r")
+            yield where, line.removesuffix("\r")
             continue
         try:
             found = json.loads(line)
-        except ValueError as error:
-            raise UserError(f"--prompts {path} line {number} is not JSON ({error})") from error
+        except (ValueError, RecursionError) as error:
+            raise UserError(f"{where} is not JSON ({error}); correct it") from error
         if not isinstance(found, dict) or not isinstance(found.get("prompt"), str):
-            raise UserError(f'--prompts {path} line {number} has no text under "prompt", as in {{"prompt": "def "}}')
-        yield found["prompt"]
+            raise UserError(f'{where} has no text under "prompt", as in {{"prompt": "def "}}')
+        yield where, found["prompt"]
 
 
 class Printer:
@@ -166,7 +183,14 @@ def run(args: argparse.Namespace) -> int:
     stop_strings = args.stop or []
     if "" in stop_strings:
         raise UserError("--stop '' would end every text at once; give at least one character")
+    for text in stop_strings:
+        check_text("--stop", text)
     prompts = read_prompts(args.prompt, args.prompts)
+    if len(prompts) * args.n > MOST_SAMPLES:
+        raise UserError(
+            f"--n {args.n} asks for {len(prompts) * args.n} samples of {len(prompts)} prompts; allowed: up to"
+            f" {MOST_SAMPLES} in all; start it several times, with another --seed"
+        )
     restored = restore(args.checkpoint, layout=args.layout, command="generate", kernels=args.kernels)
     tokenizer = restored.tokenizer()
     stop = frozenset() if args.ignore_eos else frozenset({tokenizer.eod})

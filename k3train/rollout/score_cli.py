@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 import os
+import tempfile
 from pathlib import Path
+from tokenize import TokenError
 
 import numpy as np
 import torch
@@ -27,15 +29,66 @@ def read_tokens(path: Path) -> torch.Tensor:
         UserError: the file is missing, no .npy, or holds something else than two or more integers a row.
     """
     try:
-        array = np.load(path, allow_pickle=False)
-    except (OSError, ValueError) as error:
-        raise UserError(f"--tokens {path} cannot be read as an .npy file ({error})") from error
-    if not isinstance(array, np.ndarray) or not np.issubdtype(array.dtype, np.integer) or array.ndim not in (1, 2):
-        found = f"{array.dtype} {array.shape}" if isinstance(array, np.ndarray) else type(array).__name__
-        raise UserError(f"--tokens {path} holds {found}; integers of shape [s] or [b, s] are needed")
+        if not path.is_file():  # a pipe would be waited for
+            raise ValueError("no such file")
+        with path.open("rb") as file:
+            array = np.lib.format.read_array(file, allow_pickle=False)
+    # The reader of the header is Python's own, which has its own errors for what is no Python.
+    except (OSError, ValueError, EOFError, MemoryError, SyntaxError, TokenError) as error:
+        why = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise UserError(
+            f"--tokens {path} cannot be read as an .npy file ({why}); write it with numpy.save, as an array of integers"
+        ) from error
+    if array.dtype.kind not in "iu" or array.ndim not in (1, 2):
+        raise UserError(
+            f"--tokens {path} holds {array.dtype} {array.shape}; integers of shape [s] or [b, s] are needed"
+        )
     if array.shape[-1] < 2:
         raise UserError(f"--tokens {path} holds rows of {array.shape[-1]} tokens; a row needs at least 2 to be scored")
+    if array.size == 0:
+        raise UserError(f"--tokens {path} holds no rows: its shape is {array.shape}; give at least one")
+    if array.max() > np.iinfo(np.int64).max:
+        raise UserError(f"--tokens {path} has token {array.max()}, which no vocabulary has")
     return torch.from_numpy(np.atleast_2d(array).astype(np.int64))
+
+
+def check_out(out: Path, tokens: Path) -> Path:
+    """The real path of a file that can be written.
+
+    Raises:
+        UserError: its folder is missing or refuses files, it is the file of the tokens, or something else than a file.
+    """
+    real = Path(os.path.realpath(out))
+    try:
+        if not real.parent.is_dir():
+            raise UserError(f"--out {out}: the folder {real.parent} does not exist; create it")
+        if real.exists() and not real.is_file():
+            raise UserError(f"--out {out} is no file; give the name of an .npz file to write")
+        if real.exists() and tokens.exists() and real.samefile(tokens):
+            raise UserError(f"--out {out} is the file of --tokens; give another name")
+        with tempfile.NamedTemporaryFile(dir=real.parent, prefix=f"{real.name}."):
+            pass
+    except OSError as error:
+        raise _unwritable(out, error) from error
+    return real
+
+
+def _unwritable(out: Path, error: OSError) -> UserError:
+    return UserError(f"--out {out} cannot be written ({error.strerror}); free space or rights there, or give another")
+
+
+def _write(out: Path, arrays: dict[str, np.ndarray]) -> None:
+    """Write the file whole or not at all."""
+    temporary = out.with_name(f"{out.name}.{os.getpid()}.tmp")
+    try:
+        try:
+            with temporary.open("wb") as file:
+                np.savez(file, **arrays)
+            os.replace(temporary, out)
+        finally:
+            temporary.unlink(missing_ok=True)
+    except OSError as error:
+        raise _unwritable(out, error) from error
 
 
 @torch.inference_mode()
@@ -67,9 +120,7 @@ def score_row(model: K3Model, row: torch.Tensor, keep_logits: bool) -> tuple[tor
 
 def run(args: argparse.Namespace) -> int:
     """Write `log_probs` [b, s - 1] (of tokens 1.. given those before, nats), `loss`, and `logits` where asked."""
-    out = Path(args.out)
-    if not out.parent.is_dir():
-        raise UserError(f"--out {out}: the folder {out.parent} does not exist; create it")
+    out = check_out(Path(args.out), Path(args.tokens))
     tokens = read_tokens(Path(args.tokens))
     restored = restore(args.checkpoint, layout=args.layout, command="score", kernels=args.kernels)
     check_tokens(tokens.flatten().tolist(), restored.config.model.vocab_size, f"--tokens {args.tokens}")
@@ -79,15 +130,17 @@ def run(args: argparse.Namespace) -> int:
         rows.append(log_probs.cpu().numpy())
         if args.logits:
             logits_rows.append(logits.cpu().numpy())
+    scored = np.stack(rows)
+    if not np.isfinite(scored).all():
+        raise UserError(
+            f"{restored.path} gives log-probabilities that are not finite: it holds NaN or infinite weights; score an"
+            " earlier checkpoint"
+        )
     if restored.rank != 0:
         return 0
-    scored = np.stack(rows)
     arrays = {"log_probs": scored, "loss": np.float64(-scored.mean())}
     if args.logits:
         arrays["logits"] = np.stack(logits_rows)
-    temporary = out.with_name(out.name + ".tmp")
-    with temporary.open("wb") as file:
-        np.savez(file, **arrays)
-    os.replace(temporary, out)
+    _write(out, arrays)
     print(f"{scored.size} tokens scored, mean loss {-scored.mean():.6f} nats; written to {out}")
     return 0
