@@ -20,7 +20,6 @@ from k3train.rollout.restore import restore
 from k3train.rollout.sampling import SamplingConfig
 from k3train.rollout.text import TextStream
 
-
 MOST_SAMPLES = 100_000  # of all prompts together; each has its result in memory from the start
 
 
