@@ -17,11 +17,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
 
+from k3train import rank_logs
 from k3train.config.keys import closest
 from k3train.config.load import available_recipes, compose_config, load_recipe
 from k3train.config.schema import RecipeConfig
 from k3train.config.validate import validate, validate_machine
-from k3train.environment import Place, is_first_rank, place
+from k3train.environment import Place, is_first_rank, note_exit, place
 from k3train.errors import UserError
 from k3train.launch import launch
 from k3train.machine import local_world_size, visible_gpus
@@ -129,9 +130,14 @@ VERBS: dict[str, tuple[str, str, Callable[[argparse.ArgumentParser], None]]] = {
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command line; returns the exit code (2 for input that cannot work, after one sentence on stderr)."""
-    argv = sys.argv[1:] if argv is None else argv
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # a terminal of another encoding, a path that is no UTF-8
+    code = _main(sys.argv[1:] if argv is None else argv)
+    note_exit(code)
+    return code
+
+
+def _main(argv: list[str]) -> int:
     try:
         return _run(argv)
     except UserError as error:
@@ -255,6 +261,7 @@ def _train(config: RecipeConfig, argv: list[str], here: Place | None) -> int:
     else:
         validate(config, here.world_size)
         validate_machine(config, visible_gpus(config))
+        rank_logs.keep(here.rank, Path(config.run.dir) / "logs")
     from k3train.stages import run_stage
 
     try:
@@ -263,5 +270,5 @@ def _train(config: RecipeConfig, argv: list[str], here: Place | None) -> int:
         if is_first_rank():
             raise
         # Unlike a recipe, data may be wrong on one rank only: that one has to say so.
-        print(f"k3train: rank {here.rank if here else 0}: {error}", file=sys.stderr)
+        rank_logs.tell(f"k3train: rank {here.rank if here else 0}: {error}")
         return 2

@@ -5,9 +5,12 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import socket
 import subprocess
+import sys
 from collections.abc import MutableMapping
 from dataclasses import dataclass
+from pathlib import Path
 
 from k3train.errors import UserError
 
@@ -50,11 +53,22 @@ def is_first_rank(environ: MutableMapping[str, str] = os.environ) -> bool:
     return environ.get("RANK", environ.get("SLURM_PROCID", "0")) == "0"
 
 
+def note_exit(code: int, environ: MutableMapping[str, str] = os.environ) -> None:
+    """Write rank 0's exit code to the file that K3TRAIN_EXIT_NOTE names, if any.
+
+    A batch script reads it, since launchers have codes of their own: torchrun's is 1 whatever its ranks' were.
+    """
+    path = environ.get("K3TRAIN_EXIT_NOTE")
+    if path and is_first_rank(environ):
+        try:
+            Path(f"{path}.tmp").write_text(f"{code}\n", encoding="utf-8")
+            os.replace(f"{path}.tmp", path)
+        except OSError as error:
+            print(f"k3train: K3TRAIN_EXIT_NOTE={path} cannot be written ({error.strerror})", file=sys.stderr)
+
+
 def _adopt_slurm(environ: MutableMapping[str, str], tasks: int) -> None:
     nodes = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST") or "127.0.0.1"
-    job = int(environ.get("SLURM_JOB_ID", 0)) * 31 + int(
-        environ.get("SLURM_STEP_ID") or environ.get("SLURM_STEPID") or 0
-    )
     per_node = environ.get("SLURM_STEP_TASKS_PER_NODE") or environ.get("SLURM_TASKS_PER_NODE")
     environ["RANK"] = environ["SLURM_PROCID"]
     environ["WORLD_SIZE"] = str(tasks)
@@ -62,8 +76,18 @@ def _adopt_slurm(environ: MutableMapping[str, str], tasks: int) -> None:
     if per_node:
         counts = expand_counts(per_node)
         environ["LOCAL_WORLD_SIZE"] = str(counts[int(environ.get("SLURM_NODEID", 0)) % len(counts)])
-    environ.setdefault("MASTER_ADDR", first_host(nodes))
-    environ.setdefault("MASTER_PORT", str(20000 + job % 10000))  # the same on every node of the job step
+    if "MASTER_ADDR" not in environ:
+        environ["MASTER_ADDR"] = address_of(first_host(nodes))
+    environ.setdefault("MASTER_PORT", str(meeting_port(environ)))
+
+
+def meeting_port(environ: MutableMapping[str, str] = os.environ) -> int:
+    """The TCP port at which the ranks of a job step meet: the same on every node, another one for each step and start.
+
+    It lies below the range from which Linux takes ports of outgoing connections.
+    """
+    job, step = int(environ.get("SLURM_JOB_ID", 0)), environ.get("SLURM_STEP_ID") or environ.get("SLURM_STEPID") or 0
+    return 20000 + (job * 31 + int(step) + 977 * int(environ.get("SLURM_RESTART_COUNT", 0))) % 10000
 
 
 def expand_counts(text: str) -> list[int]:
@@ -77,10 +101,28 @@ def expand_counts(text: str) -> list[int]:
 
 def first_host(nodes: str) -> str:
     """The first host of a Slurm node list such as `gpu[003-006,9],login1`."""
+    shown = _scontrol("show", "hostnames", nodes).split()
+    if shown:
+        return shown[0]
+    # In a container there may be no scontrol. The first name ends at a comma outside brackets.
+    head = re.match(r"(?:[^,\[]|\[[^\]]*\])*", nodes)
+    return re.sub(r"\[([^,\-\]]*)[^\]]*\]", r"\1", head.group() if head else nodes)
+
+
+def address_of(host: str) -> str:
+    """What other nodes can reach the Slurm node `host` by: its name where that resolves, else Slurm's NodeAddr."""
+    try:
+        socket.getaddrinfo(host, None)
+    except OSError:
+        found = re.search(r"\bNodeAddr=(\S+)", _scontrol("--oneliner", "show", "node", host))
+        return found.group(1) if found else host
+    return host
+
+
+def _scontrol(*arguments: str) -> str:
+    """What scontrol prints; empty where it is not there or fails."""
     scontrol = shutil.which("scontrol")
-    if scontrol:
-        shown = subprocess.run([scontrol, "show", "hostnames", nodes], capture_output=True, text=True, check=False)
-        if shown.returncode == 0 and shown.stdout.split():
-            return shown.stdout.split()[0]
-    head = re.match(r"([^,\[]*)(?:\[(\d+)[^\]]*\]([^,]*))?", nodes)
-    return "".join(part or "" for part in head.groups()) if head else nodes
+    if scontrol is None:
+        return ""
+    shown = subprocess.run([scontrol, *arguments], capture_output=True, text=True, check=False)
+    return shown.stdout if shown.returncode == 0 else ""

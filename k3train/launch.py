@@ -69,6 +69,7 @@ def launch(
 def rank_environment(rank: int, world_size: int, port: int, threads: int | None) -> dict[str, str]:
     """The environment of one local rank, as torch.distributed's `env://` reads it."""
     environment = dict(os.environ)
+    environment.pop("K3TRAIN_RANK_LOGS", None)  # the launcher keeps their logs
     environment.update(
         RANK=str(rank),
         LOCAL_RANK=str(rank),

@@ -1,23 +1,32 @@
-# Sourced by every .sbatch file: where things are, how the ranks start, what happens on a signal.
+# Sourced by every .sbatch file: where things are, how the ranks start, what happens on a signal. See docs/slurm.md.
 #
 # Variables, all optional:
 #   K3_ROOT            the checkout; the directory sbatch was called in
 #   K3_SITE            the site file; $K3_ROOT/slurm/site.sh
+#   K3_PYTHON          the Python to start; $K3_ROOT/.venv/bin/python
 #   K3_RECIPE          the recipe, where no recipe=... is given
+#   K3_LAUNCHER        srun (one task a rank; default) or torchrun (one agent a node)
 #   K3_RANKS_PER_NODE  ranks a node; its GPUs, else --ntasks-per-node, else 1
-#   K3_LAUNCHER        srun (one task a rank) or torchrun (one agent a node)
+#   K3_CPUS_PER_RANK   CPUs a rank under srun; what the node's ranks can share out evenly
+#   K3_NODES           nodes to train on; all. With fewer than --nodes the rest are spares for nodes that fail the check
+#   K3_SRUN_OPTIONS    more options of every srun, such as a container's
 #   K3_SWEEP           a file with one line of recipe keys for each task of a job array
-#   K3_MAX_REQUEUES    how often a job may requeue itself; 1000
 #   K3_HEALTH_CHECK    1: check every node before training (default), 0: do not
-#   K3_SRUN_OPTIONS, K3_PYTHON, k3_site_setup: see slurm/site.example.sh
+#   K3_HEALTH_OPTIONS  options of the check, such as --min-free-gb 500 (python -m k3train.health --help)
+#   K3_HEALTH_COMMAND  one more check, a command line for bash on each node; what fails it is not trained on
+#   K3_HEALTH_SECONDS  the longest the check may take; 300
+#   K3_MAX_REQUEUES    how often a job may start anew; 1000
+#   K3_MAX_FAILURES    failures in a row after which a job no longer requeues itself; 3, 0: none is forgiven
+#   K3_EXIT_WAIT       seconds the other ranks have once one has ended; 180
+#   K3_MASTER_ADDR     where the ranks meet; the first node's name, or its NodeAddr where the name does not resolve
 set -uo pipefail
 
+k3_say() { echo "[$(date +%FT%T)] k3train job ${SLURM_JOB_ID:-?}: $*"; }
+
 k3_fail() {
-    echo "k3train job ${SLURM_JOB_ID:-?}: $*" >&2
+    k3_say "$*" >&2
     exit 2
 }
-
-k3_say() { echo "[$(date +%FT%T)] k3train job $SLURM_JOB_ID: $*"; }
 
 K3_ROOT=${K3_ROOT:-${SLURM_SUBMIT_DIR:-$PWD}}
 [ -f "$K3_ROOT/slurm/environment.sh" ] ||
@@ -27,80 +36,199 @@ K3_SITE=${K3_SITE:-$K3_ROOT/slurm/site.sh}
 if [ -f "$K3_SITE" ]; then source "$K3_SITE"; fi
 if declare -F k3_site_setup >/dev/null; then k3_site_setup || k3_fail "k3_site_setup of $K3_SITE failed."; fi
 K3_PYTHON=${K3_PYTHON:-$K3_ROOT/.venv/bin/python}
-[ -x "$K3_PYTHON" ] || k3_fail "K3_PYTHON=$K3_PYTHON does not exist; run \`make setup\` in $K3_ROOT, or set K3_PYTHON."
 cd "$K3_ROOT" || k3_fail "K3_ROOT=$K3_ROOT cannot be entered."
+[ -n "${SLURM_JOB_ID:-}" ] || k3_fail "this is no Slurm job; hand it in with slurm/submit or sbatch."
+case ${K3_LAUNCHER:=srun} in srun | torchrun) ;; *) k3_fail "K3_LAUNCHER=$K3_LAUNCHER is not known; set srun or torchrun." ;; esac
 
-# Ranks on one node.
-k3_ranks_per_node() {
-    local tasks=${SLURM_NTASKS_PER_NODE:-1}
-    echo "${K3_RANKS_PER_NODE:-${SLURM_GPUS_ON_NODE:-$tasks}}"
+# This job's own name. A task of an array may have the array's id as its SLURM_JOB_ID, which means all tasks to scontrol.
+k3_job() {
+    if [ -n "${SLURM_ARRAY_TASK_ID:-}" ]; then echo "${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID"; else echo "$SLURM_JOB_ID"; fi
 }
 
-# The recipe keys of this task of a job array: its line in K3_SWEEP, and a run of its own.
-k3_sweep_keys() {
+# What the runs of one job tell each other: the ranks' exit note, failures in a row, the nodes' health.
+k3_note_dir=$K3_ROOT/.k3train-jobs/$(k3_job)
+
+k3_count() { # NAME VALUE: VALUE must be a whole number
+    case $2 in '' | *[!0-9]*) k3_fail "$1=$2 is not a whole number; set it to one, or leave it out." ;; esac
+}
+
+k3_layout() { # sets k3_ranks (a node), k3_nodes and k3_srun, the options of every job step
+    k3_ranks=${K3_RANKS_PER_NODE:-${SLURM_GPUS_ON_NODE:-${SLURM_NTASKS_PER_NODE:-1}}}
+    k3_nodes=${K3_NODES:-$SLURM_NNODES}
+    k3_count K3_RANKS_PER_NODE "$k3_ranks"
+    k3_count K3_NODES "$k3_nodes"
+    [ "$k3_nodes" -ge 1 ] && [ "$k3_nodes" -le "$SLURM_NNODES" ] ||
+        k3_fail "K3_NODES=$k3_nodes, but the job has $SLURM_NNODES nodes; allowed: 1 to $SLURM_NNODES; ask for more with --nodes."
+    read -ra k3_srun <<<"${K3_SRUN_OPTIONS:-}"
+    k3_srun+=(--export=ALL --kill-on-bad-exit=0) # a rank that has written its checkpoint must not end one that is about to
+    if [ -n "${K3_MASTER_ADDR:-}" ]; then export MASTER_ADDR=$K3_MASTER_ADDR; fi
+}
+
+# Wait for a job step in the background; its exit code is k3_code. Stop requests are passed on to it. A signal ends
+# `wait` early.
+k3_wait() {
+    k3_step=$1
+    while :; do
+        wait "$k3_step"
+        k3_code=$?
+        kill -0 "$k3_step" 2>/dev/null || break
+    done
+    k3_step=
+}
+
+# What a signal to the batch shell means: the time limit is near (--signal=B:USR1@...), or Slurm ends this start (TERM).
+k3_step= k3_stop=0
+k3_on_signal() {
+    k3_stop=1
+    k3_say "told to stop ($1): the step ends, a checkpoint is written"
+    if [ -n "$k3_step" ]; then kill -USR1 "$k3_step" 2>/dev/null || :; fi
+}
+trap 'k3_on_signal SIGUSR1' USR1
+trap 'k3_on_signal SIGTERM' TERM
+
+# Put this job back into the queue, without the nodes given, and exit. Returns where that is not possible.
+k3_requeue() { # WHY [NODES]
+    local state excluded
+    if [ "${SLURM_RESTART_COUNT:-0}" -ge "${K3_MAX_REQUEUES:-1000}" ]; then
+        k3_say "$1; K3_MAX_REQUEUES=${K3_MAX_REQUEUES:-1000} starts are used up, so it is not requeued"
+        return
+    fi
+    # Slurm requeues or cancels what it has ended itself; a requeue would bring a cancelled job back.
+    state=$(scontrol show job -o "$(k3_job)" | sed -n 's/.* JobState=\([A-Z_]*\).*/\1/p')
+    if [ "$state" != RUNNING ]; then
+        k3_say "$1; Slurm has ended this start itself (JobState=${state:-unknown})"
+        return
+    fi
+    k3_say "$1; the job requeues itself"
+    trap '' TERM USR1 # the requeue ends this script too, and what follows has to be done before
+    scontrol requeue "$(k3_job)" || { k3_say "the job could not be requeued (is it handed in with --no-requeue?)"; return; }
+    if [ -n "${2:-}" ]; then # possible only now that the job is pending
+        excluded=$(scontrol show job -o "$(k3_job)" | sed -n 's/.* ExcNodeList=\([^ ]*\).*/\1/p')
+        [ "$excluded" = "(null)" ] && excluded=
+        scontrol update "JobId=$(k3_job)" "ExcNodeList=${excluded:+$excluded,}$2" ||
+            k3_say "the nodes $2 could not be excluded; exclude them with scontrol update JobId=$(k3_job) ExcNodeList=$2"
+    fi
+    exit "${k3_code:-1}"
+}
+
+# The recipe keys of this task of a job array: its line in K3_SWEEP, and a run of its own. Sets k3_keys.
+k3_sweep() {
     [ -n "${K3_SWEEP:-}" ] || return 0
+    local line key lines more=() own=0
     [ -f "$K3_SWEEP" ] || k3_fail "K3_SWEEP=$K3_SWEEP does not exist; give a file with one line of recipe keys a task."
-    [ -n "${SLURM_ARRAY_TASK_ID:-}" ] ||
-        k3_fail "K3_SWEEP is set but this is no job array; add --array=1-$(grep -c '' "$K3_SWEEP") to sbatch."
-    local line
+    lines=$(grep -c '' "$K3_SWEEP")
+    [ -n "${SLURM_ARRAY_TASK_ID:-}" ] || k3_fail "K3_SWEEP is set but this is no job array; add --array=1-$lines to sbatch."
     line=$(sed -n "${SLURM_ARRAY_TASK_ID}p" "$K3_SWEEP")
-    [ -n "$line" ] || k3_fail "K3_SWEEP=$K3_SWEEP has no line $SLURM_ARRAY_TASK_ID; use --array=1-$(grep -c '' "$K3_SWEEP")."
-    echo "$line"
+    [ -n "$line" ] || k3_fail "K3_SWEEP=$K3_SWEEP has no line $SLURM_ARRAY_TASK_ID; use --array=1-$lines."
+    mapfile -t more < <(xargs printf '%s\n' <<<"$line") # quotes as on a command line
+    for key in "${more[@]}"; do case $key in run.name=* | run.dir=*) own=1 ;; esac; done
+    if [ "$own" = 0 ]; then
+        local i named=0
+        for i in "${!k3_keys[@]}"; do
+            case ${k3_keys[i]} in run.name=* | run.dir=*) k3_keys[i]+=-$SLURM_ARRAY_TASK_ID named=1 ;; esac
+        done
+        [ "$named" = 1 ] || more+=("run.name=$SLURM_JOB_NAME-$SLURM_ARRAY_JOB_ID-$SLURM_ARRAY_TASK_ID")
+    fi
+    k3_keys+=("${more[@]}")
+}
+
+# Check every node. The good ones become the job's, through k3_srun; too few, and the job is requeued without the bad ones.
+k3_health() {
+    [ "${K3_HEALTH_CHECK:-1}" = 1 ] || return 0
+    local dir=$k3_note_dir/health-${SLURM_RESTART_COUNT:-0} options bad good seconds=${K3_HEALTH_SECONDS:-300}
+    k3_count K3_HEALTH_SECONDS "$seconds"
+    mkdir -p "$dir" || k3_fail "K3_ROOT=$K3_ROOT cannot be written; call sbatch from a checkout on a shared file system."
+    read -ra options <<<"${K3_HEALTH_OPTIONS:-}"
+    # The limit for each rank is the check's own; this one is for an srun that cannot start it.
+    timeout --kill-after=10 "$((seconds + 60))" srun "${k3_srun[@]}" --ntasks-per-node=1 "--ntasks=$SLURM_NNODES" --wait=30 \
+        "$K3_PYTHON" -m k3train.health --dir "$dir" --ranks "$k3_ranks" --nodes "$k3_nodes" --seconds "$seconds" \
+        --command "${K3_HEALTH_COMMAND:-}" ${options[@]+"${options[@]}"} -- "${k3_keys[@]}" &
+    k3_wait $!
+    [ "$k3_stop" = 0 ] || return 0
+    # Exit code 2 is a recipe that cannot work, said by the check; whatever else it was, the nodes' files tell.
+    [ "$k3_code" = 2 ] && exit 2
+    [ "$k3_code" = 0 ] && return 0
+    bad=$("$K3_PYTHON" -m k3train.health --dir "$dir" --verdict "$(scontrol show hostnames "$SLURM_JOB_NODELIST" | paste -sd,)")
+    if [ -z "$bad" ]; then
+        k3_say "the health check failed (exit code $k3_code) and no node is to blame; see above"
+        k3_failed "$k3_code"
+    fi
+    good=$((SLURM_NNODES - $(tr ',' '\n' <<<"$bad" | grep -c '')))
+    if [ "$good" -ge "$k3_nodes" ]; then
+        k3_say "bad nodes: $bad; training goes on on $k3_nodes of the $good others"
+        k3_srun+=("--exclude=$bad")
+        return 0
+    fi
+    k3_requeue "bad nodes: $bad; $good good ones are left and $k3_nodes are needed" "$bad"
+    exit 1
+}
+
+# A start that failed: requeue the job unless it fails again and again.
+k3_failed() { # CODE
+    local failures=0
+    [ -f "$k3_note_dir/failures" ] && failures=$(<"$k3_note_dir/failures")
+    failures=$((failures + 1))
+    mkdir -p "$k3_note_dir" && echo "$failures" >"$k3_note_dir/failures"
+    if [ "$failures" -le "${K3_MAX_FAILURES:-3}" ]; then
+        k3_requeue "failed with exit code $1, failure $failures in a row (K3_MAX_FAILURES=${K3_MAX_FAILURES:-3} are forgiven)"
+    else
+        k3_say "failed with exit code $1, failure $failures in a row; not requeued (K3_MAX_FAILURES=${K3_MAX_FAILURES:-3})"
+    fi
+    exit "$1"
 }
 
 # Start the ranks as one job step in the background; its process is $!.
 k3_start() {
-    local ranks options
-    ranks=$(k3_ranks_per_node)
-    read -ra options <<<"${K3_SRUN_OPTIONS:-}"
-    # A rank that ends, well or badly, gives the others K3_EXIT_WAIT seconds: to close their files, or to be ended.
-    options+=(--kill-on-bad-exit=0 "--wait=${K3_EXIT_WAIT:-120}")
-    case ${K3_LAUNCHER:-srun} in
-        srun)
-            srun ${options[@]+"${options[@]}"} "--ntasks-per-node=$ranks" "--ntasks=$((ranks * SLURM_NNODES))" \
-                "$K3_PYTHON" -m k3train "$@" &
-            ;;
-        torchrun)
-            # srun passes signals to torchrun as well, which has no handler for USR1 and would die of it; the workers set
-            # their own.
-            # shellcheck disable=SC2016
-            srun ${options[@]+"${options[@]}"} --ntasks-per-node=1 "--ntasks=$SLURM_NNODES" \
-                bash -c 'trap "" USR1; exec "$@" ' _ bash -c '
-                    head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
-                    exec "$1" -m torch.distributed.run --nnodes="$SLURM_NNODES" --node-rank="$SLURM_NODEID" \
-                        --nproc-per-node="$2" --master-addr="$head" --master-port="$((20000 + SLURM_JOB_ID % 10000))" \
-                        -m k3train "${@:3}"' _ "$K3_PYTHON" "$ranks" "$@" &
-            ;;
-        *) k3_fail "K3_LAUNCHER=$K3_LAUNCHER is not known; set srun or torchrun." ;;
-    esac
+    local options=("${k3_srun[@]}" "--wait=${K3_EXIT_WAIT:-180}" "--nodes=$k3_nodes")
+    if [ "$K3_LAUNCHER" = srun ]; then
+        local cpus=$((SLURM_CPUS_ON_NODE / k3_ranks))
+        [ "$cpus" -ge 1 ] || [ -n "${K3_CPUS_PER_RANK:-}" ] ||
+            k3_fail "$k3_ranks ranks a node, but the job has $SLURM_CPUS_ON_NODE CPUs there; give --ntasks-per-node=$k3_ranks or --exclusive to sbatch."
+        srun "${options[@]}" "--ntasks-per-node=$k3_ranks" "--ntasks=$((k3_ranks * k3_nodes))" \
+            "--cpus-per-task=${K3_CPUS_PER_RANK:-$cpus}" "$K3_PYTHON" -m k3train "$@" &
+    else
+        srun "${options[@]}" --ntasks-per-node=1 "--ntasks=$k3_nodes" "--cpus-per-task=$SLURM_CPUS_ON_NODE" \
+            bash "$K3_ROOT/slurm/agent.sh" "$K3_PYTHON" "$k3_ranks" "$@" &
+    fi
 }
 
-# Start the ranks of a recipe, pass stop requests on to them, and end with their exit code or requeue this job.
-k3_run() {
-    local recipe=$1 keys=() sweep=() step code stop_asked=0
+# Check the nodes, train, pass stop requests on, and end with the ranks' exit code or requeue this job.
+k3_run() { # DEFAULT_RECIPE KEY=VALUE...
+    local recipe=$1 note=$k3_note_dir/exit told=
     shift
-    case " $* " in *" recipe="*) ;; *) keys+=("recipe=$recipe") ;; esac
-    read -ra sweep <<<"$(k3_sweep_keys)"
-    keys+=("$@" ${sweep[@]+"${sweep[@]}"})
-    k3_say "start ${SLURM_RESTART_COUNT:-0} on $SLURM_JOB_NODELIST: ${keys[*]}"
-    export K3TRAIN_STOP_NOTE=$K3_ROOT/.k3train-stopped-$SLURM_JOB_ID
-    rm -f "$K3TRAIN_STOP_NOTE"
-    k3_start "${keys[@]}"
-    step=$!
-    trap 'stop_asked=1; k3_say "told to stop: the step ends, a checkpoint is written"; kill -USR1 "$step"' USR1 TERM
-    # A signal ends `wait` early.
-    while :; do
-        wait "$step"
-        code=$?
-        kill -0 "$step" 2>/dev/null || break
-    done
-    if [ -e "$K3TRAIN_STOP_NOTE" ]; then stop_asked=1; fi
-    rm -f "$K3TRAIN_STOP_NOTE"
-    if [ "$code" = 0 ]; then k3_say "finished"; exit 0; fi
-    if [ "$stop_asked" = 1 ] && [ "${SLURM_RESTART_COUNT:-0}" -lt "${K3_MAX_REQUEUES:-1000}" ]; then
-        k3_say "stopped on request; the job requeues itself and continues from its checkpoint"
-        if scontrol requeue "$SLURM_JOB_ID"; then sleep 120; fi
+    k3_keys=("$@")
+    case " $* " in *" recipe="*) ;; *) k3_keys=("recipe=$recipe" "$@") ;; esac
+    k3_layout
+    k3_sweep
+    [ -x "$K3_PYTHON" ] || [ -n "${K3_SRUN_OPTIONS:-}" ] ||
+        k3_fail "K3_PYTHON=$K3_PYTHON does not exist; run \`make setup\` in $K3_ROOT, or set K3_PYTHON."
+    k3_say "start ${SLURM_RESTART_COUNT:-0} on $SLURM_JOB_NODELIST with $K3_LAUNCHER: ${k3_keys[*]}"
+    k3_health
+    mkdir -p "$k3_note_dir" || k3_fail "K3_ROOT=$K3_ROOT cannot be written; call sbatch from a checkout on a shared file system."
+    rm -f "$note"
+    export K3TRAIN_EXIT_NOTE=$note K3TRAIN_RANK_LOGS=1
+    # A start that ended a moment ago on a node that failed may still hold the run directory's lock.
+    if [ "${SLURM_RESTART_COUNT:-0}" -gt 0 ]; then export K3TRAIN_LOCK_WAIT=${K3TRAIN_LOCK_WAIT:-180}; fi
+    k3_code=0
+    if [ "$k3_stop" = 0 ]; then
+        k3_start "${k3_keys[@]}"
+        k3_wait $!
+        # torchrun turns every exit code into 1: rank 0's own word counts.
+        if [ -f "$note" ]; then told=$(<"$note"); k3_code=$told; fi
+        # A rank that has no handler yet dies of the signal.
+        case $k3_code in 138 | 143) k3_stop=1 ;; esac
     fi
-    k3_say "ended with exit code $code"
-    exit "$code"
+    if [ "$k3_code" = 0 ] && { [ "$k3_stop" = 0 ] || [ -n "$told" ]; }; then
+        k3_say "finished"
+        rm -rf "$k3_note_dir"
+        exit 0
+    fi
+    if [ "$k3_stop" = 1 ]; then
+        rm -f "$k3_note_dir/failures"
+        k3_requeue "stopped on request (exit code $k3_code); it continues from its newest checkpoint"
+    elif [ "$k3_code" != 2 ] && [ "$k3_code" != 130 ]; then
+        k3_failed "$k3_code"
+    fi
+    k3_say "ended with exit code $k3_code"
+    exit "$k3_code"
 }

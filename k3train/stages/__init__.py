@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
-import sys
 import traceback
 
+from k3train import rank_logs
 from k3train.config.schema import RecipeConfig
 from k3train.errors import UserError
 
@@ -25,12 +25,12 @@ def run_stage(config: RecipeConfig) -> int:
     except UserError:
         platform.stop()  # every rank raises it
         raise
-    except Exception:
+    except Exception as error:
         if here.world_size == 1:
             raise
         # The other ranks wait for this one in a collective, and leaving the group politely would wait for them.
         traceback.print_exc()
-        sys.stderr.flush()
+        rank_logs.tell(f"k3train: rank {here.rank} failed: {type(error).__name__}: {str(error).partition(chr(10))[0]}")
         os._exit(1)
     platform.stop()
     return code

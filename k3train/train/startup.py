@@ -5,6 +5,8 @@ from __future__ import annotations
 import fcntl
 import os
 import subprocess
+import sys
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -64,14 +66,25 @@ def claimed_run_directory(config: RecipeConfig) -> Iterator[Path]:
 
 
 def _lock(run_dir: Path, held: ExitStack) -> str | None:
-    """Hold the directory's lock file; a sentence where another run does. The system frees it if this process dies."""
+    """Hold the directory's lock file; a sentence where another run does. The system frees it if this process dies.
+
+    A shared file system frees it later where a whole node died: K3TRAIN_LOCK_WAIT seconds are waited for that.
+    """
     run_dir.mkdir(parents=True, exist_ok=True)
     file = held.enter_context((run_dir / "lock").open("w"))
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return f"run.dir={run_dir} is in use by another run; wait for it, or choose another run.dir or run.name"
-    return None
+    wait, started, told = float(os.environ.get("K3TRAIN_LOCK_WAIT") or 0), time.monotonic(), False
+    while True:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return None
+        except BlockingIOError:
+            if time.monotonic() - started > wait:
+                break
+        if not told:
+            told = True
+            print(f"k3train: run.dir={run_dir} is locked; waiting up to {wait:.0f} s", file=sys.stderr, flush=True)
+        time.sleep(min(1.0, wait))
+    return f"run.dir={run_dir} is in use by another run; wait for it, or choose another run.dir or run.name"
 
 
 def _claim(run_dir: Path, plain: dict[str, Any], resume: str) -> str | None:

@@ -23,6 +23,7 @@ LEVELS = {
     "sweep": 6,
     "environment": 6,
     "machine": 6,
+    "health": 6,
     "stages": 5,
     "rollout": 5,
     "train": 4,
@@ -37,6 +38,7 @@ LEVELS = {
     "k3kernels": 1,
     "platform": 0,
     "quiet": -1,
+    "rank_logs": -1,
 }
 # Dataclasses and the error type carry no behaviour; every level reads them, and they read nothing above.
 SHARED = {"config", "errors"}
