@@ -13,6 +13,7 @@ import datetime
 import json
 import os
 import shutil
+import signal
 import statistics
 import subprocess
 import sys
@@ -106,14 +107,26 @@ def check_command(command: str, seconds: float, report: Report) -> None:
     """The site's own check ends with 0."""
     if not command:
         return
-    try:
-        done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=seconds, check=False)
-    except subprocess.TimeoutExpired:
-        report.troubles.append(f"K3_HEALTH_COMMAND did not end in {seconds:.0f} s")
-        return
-    if done.returncode:
-        said = (done.stdout + done.stderr).strip().splitlines()[-1:]
-        report.troubles.append(f"K3_HEALTH_COMMAND ended with {done.returncode}" + "".join(f": {s}" for s in said))
+    with tempfile.TemporaryFile() as output:
+        process = subprocess.Popen(
+            ["bash", "-c", command], stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+        )
+        try:
+            code = process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)  # with what it started
+            report.troubles.append(f"K3_HEALTH_COMMAND did not end in {seconds:.0f} s")
+            return
+        output.seek(0)
+        said = output.read().decode(errors="replace").strip().splitlines()[-1:]
+    if code:
+        report.troubles.append(f"K3_HEALTH_COMMAND ended with {code}" + "".join(f": {line}" for line in said))
+
+
+def off_clocks(clocks: list[float], most: float) -> dict[int, float]:
+    """Ranks whose clock is more than `most` seconds off the median, and how many."""
+    middle = statistics.median_low(clocks)
+    return {rank: clock - middle for rank, clock in enumerate(clocks) if abs(clock - middle) > most}
 
 
 class Meeting:
@@ -125,7 +138,9 @@ class Meeting:
         self.rank, self.size, self.folder, self.dist = rank, size, folder, dist
         self.limit = datetime.timedelta(seconds=seconds)
         address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-        self.store = dist.TCPStore(address, port, size, rank == 0, self.limit, wait_for_workers=False)
+        # Rank 0 may still be in its own checks.
+        patience = self.limit if rank == 0 else 2 * self.limit
+        self.store = dist.TCPStore(address, port, size, rank == 0, patience, wait_for_workers=False)
 
     def gather(self, report: Report) -> list[Report] | None:
         """Every node's report, or None on all nodes where some did not come; those are put on the list of bad ones."""
@@ -155,23 +170,22 @@ class Meeting:
             backend, store=self.store, rank=self.rank, world_size=self.size, timeout=self.limit
         )
 
-    def clock_skew(self) -> list[float]:
-        """Seconds that each node's clock differs from the median, measured when all leave a barrier."""
+    def clocks(self) -> list[float]:
+        """Each node's clock in seconds, read when all leave a barrier."""
         import torch
 
         self.dist.barrier()
         clocks = [torch.zeros(1, dtype=torch.float64) for _ in range(self.size)]
         self.dist.all_gather(clocks, torch.tensor([time.time()], dtype=torch.float64))
-        seen = [float(clock) for clock in clocks]
-        return [clock - statistics.median(seen) for clock in seen]
+        return [float(clock) for clock in clocks]
 
     def not_sharing(self) -> list[int]:
         """Ranks that do not see rank 0's file in the shared directory, or whose file rank 0 does not see."""
         _write(self.folder / f"shared{self.rank}.json", self.rank)
         self.dist.barrier()
-        seen: list[bool] = []
-        for other in (0, self.rank) if self.rank else range(self.size):
-            seen.append(_appears(self.folder / f"shared{other}.json"))
+        deadline = time.monotonic() + self.limit.total_seconds() / 3
+        files = [self.folder / f"shared{other}.json" for other in ([0] if self.rank else range(self.size))]
+        seen = [_appears(file, deadline) for file in files]
         answers: list[Any] = [None] * self.size
         self.dist.all_gather_object(answers, seen)
         return [rank for rank in range(1, self.size) if not (answers[0][rank] and answers[rank][0])]
@@ -203,9 +217,8 @@ class Meeting:
             self.dist.destroy_process_group()
 
 
-def _appears(path: Path, seconds: float = 20.0) -> bool:
+def _appears(path: Path, deadline: float) -> bool:
     """Whether the file shows up; network file systems may take a while."""
-    deadline = time.monotonic() + seconds
     while not path.exists():
         if time.monotonic() > deadline:
             return False
@@ -226,10 +239,9 @@ def check_together(meeting: Meeting, report: Report, kind: str, options: argpars
         return BAD_NODES
     meeting.start_group(kind)
     bad: dict[str, str] = {}
-    skews = meeting.clock_skew()
-    for r, skew in zip(reports, skews, strict=True):
-        if abs(skew) > options.max_skew:
-            bad[r.node] = f"its clock is {skew:+.1f} s off the others' (--max-skew {options.max_skew:g})"
+    clocks = meeting.clocks()
+    for rank, skew in off_clocks(clocks, options.max_skew).items():
+        bad[reports[rank].node] = f"its clock is {skew:+.1f} s off (--max-skew {options.max_skew:g})"
     for rank in meeting.not_sharing():
         bad.setdefault(reports[rank].node, f"it does not share {meeting.folder} with {reports[0].node}")
     try:
@@ -244,7 +256,7 @@ def check_together(meeting: Meeting, report: Report, kind: str, options: argpars
         _tell(meeting.rank, f"node {node} is bad: {why}")
     if not bad:
         facts = f"{', '.join(reports[0].facts)} on {reports[0].node}"
-        together = f"clocks within {max(map(abs, skews)):.3f} s, all-reduce {speed:.0f} MB/s"
+        together = f"clocks within {max(clocks) - min(clocks):.3f} s, all-reduce {speed:.0f} MB/s"
         _tell(meeting.rank, f"{meeting.size} node{'s'[: meeting.size > 1]} healthy: {facts}; {together}")
     meeting.close()
     return BAD_NODES if bad else 0

@@ -1,0 +1,127 @@
+"""A real Slurm for all tests of this folder: slurmctld and two slurmd on loopback, started once."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import yaml
+
+HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
+NOT_TO_BE_HAD = 77  # exit code of cluster/start.sh
+PATIENCE = 600.0  # seconds that no healthy machine needs
+
+
+class Cluster:
+    """Submits slurm/pretrain.sbatch as a user does, and asks Slurm about its jobs."""
+
+    def __init__(self, conf: Path, recipes: Path, logs: Path) -> None:
+        self.recipes, self.logs = recipes, logs
+        inherited = {k: v for k, v in os.environ.items() if not k.startswith(("SLURM_", "SBATCH_", "K3"))}
+        self.environment = {
+            **inherited,
+            "PATH": f"{os.environ['PATH']}:/usr/sbin:/sbin",
+            "SLURM_CONF": str(conf),
+            "K3_PYTHON": sys.executable,
+            "K3_HEALTH_CHECK": "0",
+            "K3_TEST_HOLD": "3",
+            "PYTHONPATH": f"{HERE / 'hold'}:{os.environ.get('PYTHONPATH', '')}",
+            "OMP_NUM_THREADS": "1",
+        }
+
+    def call(self, *command: str) -> str:
+        """Run one of Slurm's programs; its output."""
+        done = subprocess.run(command, env=self.environment, cwd=ROOT, capture_output=True, text=True, timeout=60)
+        assert done.returncode == 0, f"{command}: {done.stdout}{done.stderr}"
+        return done.stdout.strip()
+
+    def submit(self, *keys: str, options: tuple[str, ...] = (), **variables: str) -> str:
+        """Hand in the job of the small recipe with `sbatch` from the checkout's root; its id."""
+        environment = {**self.environment, **variables}
+        command = ["sbatch", "--parsable", f"--output={self.logs}/%A-%a.out" if _is_array(options) else self._output()]
+        command += [*options, "slurm/pretrain.sbatch", "recipe=small", f"--config-dir={self.recipes}", *keys]
+        done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=60)
+        assert done.returncode == 0, done.stderr
+        return done.stdout.strip()
+
+    def _output(self) -> str:
+        return f"--output={self.logs}/%j.out"
+
+    def log(self, job: str) -> str:
+        """The job's log so far."""
+        path = self.logs / f"{job.replace('_', '-')}.out"
+        return path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
+
+    def fact(self, job: str, name: str) -> str:
+        """What `scontrol show job` says of JobState, Restarts, ExitCode and the like."""
+        found = re.search(rf"(?:^| ){name}=(\S*)", self.call("scontrol", "show", "job", "-o", job))
+        return found.group(1) if found else ""
+
+    def wait(self, condition: Callable[[], object], job: str) -> None:
+        """Poll until the condition holds, which for a job that has ended must be soon."""
+        started = time.monotonic()
+        while not condition():
+            assert time.monotonic() - started < PATIENCE, f"job {job} hangs:\n{self.log(job)}"
+            time.sleep(0.2)
+
+    def wait_for_step(self, job: str, run_dir: Path, step: int = 2) -> None:
+        """Until the run has done this step, and so is held before the next."""
+
+        def there() -> bool:
+            assert self.fact(job, "JobState") in ("PENDING", "RUNNING", "CONFIGURING"), self.log(job)
+            metrics = run_dir / "metrics.jsonl"
+            return metrics.exists() and f'"kind": "train", "step": {step},' in metrics.read_text(encoding="utf-8")
+
+        self.wait(there, job)
+
+    def end(self, job: str) -> str:
+        """Wait for the job's end; its state."""
+        ended = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY")
+        self.wait(lambda: self.fact(job, "JobState") in ended, job)
+        return self.fact(job, "JobState")
+
+
+def _is_array(options: tuple[str, ...]) -> bool:
+    return any(option.startswith("--array") for option in options)
+
+
+@pytest.fixture(scope="session")
+def slurm_conf() -> Iterator[Path]:
+    """The slurm.conf of a running cluster."""
+    folder = Path(tempfile.mkdtemp(prefix="k3slurm."))
+    start = ["bash", str(HERE / "cluster" / "start.sh"), str(folder)]
+    started = subprocess.run(start, capture_output=True, text=True, check=False, timeout=600)
+    if started.returncode == NOT_TO_BE_HAD:
+        shutil.rmtree(folder)
+        said = started.stderr.strip().splitlines()
+        pytest.skip(f"no Slurm here: its packages cannot be had ({said[-1] if said else 'no reason given'})")
+    assert started.returncode == 0, started.stderr
+    yield folder / "etc" / "slurm.conf"
+    stopped = subprocess.run(["bash", str(HERE / "cluster" / "stop.sh"), str(folder)], check=False, timeout=120)
+    shutil.rmtree(folder)
+    assert stopped.returncode == 0
+
+
+@pytest.fixture(scope="session")
+def cluster(slurm_conf: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    """The cluster, and a recipe `small` whose runs lie in `cluster.runs`."""
+    from small_run import make_corpus, small_recipe
+
+    folder = tmp_path_factory.mktemp("slurm")
+    recipe = small_recipe(make_corpus(folder), folder, checkpoint__interval=2, telemetry__console=True)
+    recipe["run"]["dir"] = f"{folder}/${{run.name}}"
+    (folder / "recipes" / "recipe").mkdir(parents=True)
+    text = "# @package _global_\n" + yaml.safe_dump(recipe)
+    (folder / "recipes" / "recipe" / "small.yaml").write_text(text, encoding="utf-8")
+    (folder / "logs").mkdir()
+    yield Cluster(slurm_conf, folder / "recipes", folder / "logs")
+    shutil.rmtree(ROOT / ".k3train-jobs", ignore_errors=True)

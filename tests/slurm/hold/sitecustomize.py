@@ -1,0 +1,54 @@
+"""On PYTHONPATH of the test's jobs: the first start of a job waits before the step K3_TEST_HOLD until it is told to stop.
+
+So a signal always comes in the middle of a run, however fast the machine is. Python imports this module by itself.
+"""
+
+from __future__ import annotations
+
+import importlib.abc
+import importlib.util
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterator
+
+LONGEST = 300.0  # seconds; the test has failed by then
+STAGE = "k3train.stages.pretrain"
+
+
+class Hold(importlib.abc.MetaPathFinder):
+    """Finds the pretraining stage once, and has its training data wait."""
+
+    def find_spec(self, name: str, path: object = None, target: object = None) -> object:
+        if name != STAGE:
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(name)
+        load = spec.loader.exec_module
+
+        def exec_module(module: object) -> None:
+            load(module)
+            module.PretrainStage.training_steps = held(module.PretrainStage.training_steps)
+
+        spec.loader.exec_module = exec_module
+        return spec
+
+
+def held(training_steps: object) -> object:
+    """`PretrainStage.training_steps` that waits on rank 0."""
+
+    def steps(self: object, consumed_samples: int) -> Iterator[object]:
+        for number, batches in enumerate(training_steps(self, consumed_samples), start=1):
+            if number == int(os.environ["K3_TEST_HOLD"]) and os.environ.get("RANK", "0") == "0":
+                flag = signal.getsignal(signal.SIGUSR1).__self__  # the loop's StopFlag
+                deadline = time.monotonic() + LONGEST
+                while not flag.signal and time.monotonic() < deadline:
+                    time.sleep(0.02)
+            yield batches
+
+    return steps
+
+
+if os.environ.get("K3_TEST_HOLD") and os.environ.get("SLURM_RESTART_COUNT", "0") == "0":
+    sys.meta_path.insert(0, Hold())
