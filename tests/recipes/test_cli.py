@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -10,7 +11,7 @@ import pytest
 
 from k3train import cli, machine, sweep
 from k3train.config.schema import RecipeConfig
-from k3train.environment import Place, expand_counts, first_host, place
+from k3train.environment import Place, address_of, expand_counts, first_host, meeting_port, place
 from k3train.errors import UserError
 
 TINY = "recipe=pretrain/k3-tiny"
@@ -249,13 +250,57 @@ def test_sbatch_without_srun_would_wait_forever() -> None:
         ("gpu[003-006,9],login1", "gpu003"),
         ("a,b", "a"),
         ("n12", "n12"),
-        ("x[1,4]y[2-3]", "x1y"),
+        ("x[1,4]y[2-3]", "x1y2"),
         ("r[07]-ib", "r07-ib"),
+        ("rack-1-node[2-3].cluster.example,a", "rack-1-node2.cluster.example"),
+        ("login,gpu[1-2]", "login"),
+        ("fd00::12", "fd00::12"),
+        ("fd00::12,fd00::13", "fd00::12"),
     ],
 )
 def test_first_host_without_scontrol(nodes: str, first: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "")
-    assert first_host(nodes).startswith(first)
+    assert first_host(nodes) == first
+
+
+def scontrol_says(folder: Path, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stand-in for scontrol that always prints `text`."""
+    (folder / "scontrol").write_text(f"#!/bin/sh\ncat <<'END'\n{text}\nEND\n", encoding="utf-8")
+    (folder / "scontrol").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
+
+
+def test_scontrol_is_asked_for_the_first_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    scontrol_says(tmp_path, "odd-7\nodd-9", monkeypatch)
+    assert first_host("odd-[7,9]") == "odd-7"
+
+
+def test_a_node_whose_name_does_not_resolve_is_reached_by_its_address(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scontrol_says(tmp_path, "NodeName=gpu7 Arch=x86_64 NodeAddr=fd00::7 NodeHostName=gpu7 Port=0", monkeypatch)
+    assert address_of("gpu7.invalid") == "fd00::7"
+    assert address_of("localhost") == "localhost"
+    assert address_of("::1") == "::1"
+    monkeypatch.setenv("PATH", "")
+    assert address_of("gpu7.invalid") == "gpu7.invalid"
+
+
+def test_ranks_meet_elsewhere_in_each_step_and_start() -> None:
+    ports = {
+        meeting_port({"SLURM_JOB_ID": "1234", "SLURM_STEP_ID": step, "SLURM_RESTART_COUNT": restart})
+        for step in "012"
+        for restart in "012"
+    }
+    assert len(ports) == 9
+    assert all(20000 <= port < 30000 for port in ports)
+
+
+def test_a_chosen_meeting_place_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "")
+    environment = {**SRUN, "MASTER_ADDR": "fd00::1", "MASTER_PORT": "29501"}
+    place(environment)
+    assert (environment["MASTER_ADDR"], environment["MASTER_PORT"]) == ("fd00::1", "29501")
 
 
 def test_tasks_per_node() -> None:

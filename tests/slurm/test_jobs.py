@@ -49,7 +49,7 @@ def test_two_nodes_and_logs_apart(cluster: Any, clean: Path) -> None:
 
 
 def test_the_time_limit_signal_requeues_and_the_run_goes_on(cluster: Any, clean: Path) -> None:
-    """What Slurm sends K3 minutes before the limit (--signal=B:USR1@300), to the batch shell; with W&B and a dependency."""
+    """What --signal=B:USR1@300 sends five minutes before the limit, to the batch shell; with W&B and a dependency."""
     job = cluster.submit("run.name=limit", "telemetry.wandb.mode=offline", options=TWO_NODES, K3_HEALTH_CHECK="1")
     after = cluster.call(
         "sbatch", "--parsable", f"--dependency=afterok:{job}", f"--output={cluster.logs}/%j.out", "--wrap=date +%s"

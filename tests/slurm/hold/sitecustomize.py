@@ -1,4 +1,4 @@
-"""On PYTHONPATH of the test's jobs: the first start of a job waits before the step K3_TEST_HOLD until it is told to stop.
+"""On PYTHONPATH of the jobs: the first start of a job waits before step K3_TEST_HOLD until it is told to stop.
 
 So a signal always comes in the middle of a run, however fast the machine is. Python imports this module by itself.
 """

@@ -1,0 +1,117 @@
+"""The check of a job's nodes: what is bad is found, named, and found in bounded time."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from k3train import health
+from k3train.health import Report
+from k3train.launch import _claimed_port
+
+RECIPE = ["recipe=pretrain/k3-tiny", "parallel=single"]
+
+
+def test_a_full_or_closed_disk(tmp_path: Path) -> None:
+    report = Report("a")
+    health.check_disk([tmp_path], 0.0, report)
+    assert report.troubles == []
+    assert list(tmp_path.iterdir()) == []
+    (tmp_path / "file").write_text("")
+    health.check_disk([tmp_path, tmp_path / "file" / "below"], 1e9, report)
+    full, closed = report.troubles
+    assert full.startswith(f"{tmp_path} has ")
+    assert "fewer than --min-free-gb 1e+09" in full
+    assert closed == f"{tmp_path / 'file' / 'below'} cannot be written (Not a directory)"
+
+
+def test_the_sites_own_check(tmp_path: Path) -> None:
+    report = Report("a")
+    health.check_command("true", 60, report)
+    assert report.troubles == []
+    health.check_command("echo first; echo ECC errors >&2; exit 4", 60, report)
+    assert report.troubles == ["K3_HEALTH_COMMAND ended with 4: ECC errors"]
+
+
+def test_a_check_that_hangs_is_ended_with_its_children() -> None:
+    report = Report("a")
+    started = time.monotonic()
+    health.check_command("sleep 600 | cat", 0.5, report)
+    assert time.monotonic() - started < 60
+    assert report.troubles == ["K3_HEALTH_COMMAND did not end in 0 s"]
+
+
+def test_a_clock_that_is_off() -> None:
+    assert health.off_clocks([100.0, 100.1, 93.0, 100.2], 5.0) == {2: pytest.approx(-7.0)}
+    assert health.off_clocks([100.0, 100.1], 5.0) == {}
+    assert health.off_clocks([7.0], 5.0) == {}
+
+
+def test_the_verdict_names_silent_and_bad_nodes(tmp_path: Path) -> None:
+    Report("a").write(tmp_path)
+    Report("b", ["no device"]).write(tmp_path)
+    health._write(tmp_path / health.BAD_FILE, {"c": "clock"})
+    Report("c").write(tmp_path)
+    assert health.verdict(tmp_path, ["a", "b", "c", "d"]) == ["b", "c", "d"]
+    # Where no node said anything, it is rather the shared directory or the installation.
+    assert health.verdict(tmp_path / "other", ["a", "b"]) == []
+
+
+def start(port: int, rank: int, folder: Path, *options: str) -> subprocess.Popen:
+    """One of two nodes, `node0` and `node1`."""
+    environment = {**os.environ, "RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    environment |= {"MASTER_ADDR": "::1" if has_ipv6() else "127.0.0.1", "MASTER_PORT": str(port)}
+    environment |= {"SLURMD_NODENAME": f"node{rank}", "OMP_NUM_THREADS": "1"}
+    folder.mkdir(exist_ok=True)
+    command = [sys.executable, "-m", "k3train.health", "--dir", str(folder), *options, "--", *RECIPE]
+    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def has_ipv6() -> bool:
+    import socket
+
+    try:
+        with socket.socket(socket.AF_INET6) as probe:
+            probe.bind(("::1", 0))
+    except OSError:
+        return False
+    return True
+
+
+def test_two_healthy_nodes_meet_over_ipv6(tmp_path: Path) -> None:
+    with _claimed_port() as port:
+        nodes = [start(port, rank, tmp_path) for rank in range(2)]
+        said = [node.communicate(timeout=300)[0] for node in nodes]
+    assert [node.returncode for node in nodes] == [0, 0], said
+    assert "k3train health: 2 nodes healthy" in said[0]
+    assert "all-reduce" in said[0]
+    assert health.verdict(tmp_path, ["node0", "node1"]) == []
+
+
+def test_a_node_that_does_not_share_the_directory(tmp_path: Path) -> None:
+    """As with a mount that is missing on one node."""
+    with _claimed_port() as port:
+        nodes = [start(port, rank, tmp_path / f"mount{rank}", "--seconds", "60") for rank in range(2)]
+        said = [node.communicate(timeout=300)[0] for node in nodes]
+    assert [node.returncode for node in nodes] == [health.BAD_NODES] * 2, said
+    assert "node node1 is bad: it does not share" in said[0]
+    assert health.verdict(tmp_path / "mount0", ["node0", "node1"]) == ["node1"]
+
+
+def test_a_node_that_does_not_come(tmp_path: Path) -> None:
+    with _claimed_port() as port:
+        node = start(port, 0, tmp_path, "--seconds", "60", "--command", "sleep 0")
+        said = node.communicate(timeout=300)[0]
+    assert node.returncode == health.BAD_NODES, said
+    assert "not all 2 nodes reported in 20 s" in said
+    assert health.verdict(tmp_path, ["node0", "node1"]) == ["node1"]
+
+
+def test_a_recipe_that_cannot_work_is_told(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert health.main(["--dir", str(tmp_path), "--", "recipe=pretrain/k3-tiny", "optim.learning_rate=1"]) == 2
+    assert "optim.learning_rate" in capfd.readouterr().err
