@@ -111,6 +111,11 @@ k3_requeue() { # WHY [NODES]
     exit "${k3_code:-1}"
 }
 
+k3_end() { # CODE: the job's last start has ended
+    rm -rf "$k3_note_dir"
+    exit "$1"
+}
+
 # The recipe keys of this task of a job array: its line in K3_SWEEP, and a run of its own. Sets k3_keys.
 k3_sweep() {
     [ -n "${K3_SWEEP:-}" ] || return 0
@@ -146,7 +151,7 @@ k3_health() {
     k3_wait $!
     [ "$k3_stop" = 0 ] || return 0
     # Exit code 2 is a recipe that cannot work, said by the check; whatever else it was, the nodes' files tell.
-    [ "$k3_code" = 2 ] && exit 2
+    [ "$k3_code" = 2 ] && k3_end 2
     [ "$k3_code" = 0 ] && return 0
     bad=$("$K3_PYTHON" -m k3train.health --dir "$dir" --verdict "$(scontrol show hostnames "$SLURM_JOB_NODELIST" | paste -sd,)")
     if [ -z "$bad" ]; then
@@ -160,7 +165,7 @@ k3_health() {
         return 0
     fi
     k3_requeue "bad nodes: $bad; $good good ones are left and $k3_nodes are needed" "$bad"
-    exit 1
+    k3_end 1
 }
 
 # A start that failed: requeue the job unless it fails again and again.
@@ -174,7 +179,7 @@ k3_failed() { # CODE
     else
         k3_say "failed with exit code $1, failure $failures in a row; not requeued (K3_MAX_FAILURES=${K3_MAX_FAILURES:-3})"
     fi
-    exit "$1"
+    k3_end "$1"
 }
 
 # Start the ranks as one job step in the background; its process is $!.
@@ -220,15 +225,14 @@ k3_run() { # DEFAULT_RECIPE KEY=VALUE...
     fi
     if [ "$k3_code" = 0 ] && { [ "$k3_stop" = 0 ] || [ -n "$told" ]; }; then
         k3_say "finished"
-        rm -rf "$k3_note_dir"
-        exit 0
+        k3_end 0
     fi
     if [ "$k3_stop" = 1 ]; then
         rm -f "$k3_note_dir/failures"
-        k3_requeue "stopped on request (exit code $k3_code); it continues from its newest checkpoint"
+        k3_requeue "stopped on request (exit code $k3_code)"
     elif [ "$k3_code" != 2 ] && [ "$k3_code" != 130 ]; then
         k3_failed "$k3_code"
     fi
     k3_say "ended with exit code $k3_code"
-    exit "$k3_code"
+    k3_end "$k3_code"
 }

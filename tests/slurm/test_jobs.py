@@ -45,7 +45,6 @@ def saved_at(log: str) -> list[int]:
 def test_two_nodes_and_logs_apart(cluster: Any, clean: Path) -> None:
     assert [line["step"] for line in lines(clean, "train")] == [1, 2, 3, 4, 5, 6]
     assert [path.name for path in (clean / "logs").iterdir()] == ["rank1.log"]
-    assert not list((clean.parent / ".k3train-jobs").glob("*"))
 
 
 def test_the_time_limit_signal_requeues_and_the_run_goes_on(cluster: Any, clean: Path) -> None:
@@ -117,9 +116,15 @@ def test_a_failed_node_requeues_and_the_run_goes_on(cluster: Any, clean: Path) -
     cluster.wait_for_step(job, ours)
     cluster.call("scontrol", "update", "nodename=node2", "state=down", "reason=test")
     cluster.wait(lambda: cluster.fact(job, "Restarts") == "1", job)
-    cluster.call("scontrol", "update", "nodename=node2", "state=resume")
     assert cluster.end(job) == "COMPLETED", cluster.log(job)
     assert_equal_runs(ours, clean)
+
+
+def test_failures_in_a_row_are_forgiven_so_often(cluster: Any) -> None:
+    job = cluster.submit(K3_PYTHON="/bin/false", K3_MAX_FAILURES="1")
+    assert cluster.end(job) == "FAILED"
+    assert (cluster.fact(job, "ExitCode"), cluster.fact(job, "Restarts")) == ("1:0", "1")
+    assert "failed with exit code 1, failure 2 in a row; not requeued (K3_MAX_FAILURES=1)" in cluster.log(job)
 
 
 def test_a_sweep_of_two_and_a_stop_of_one(cluster: Any, tmp_path: Path) -> None:
