@@ -67,12 +67,17 @@ k3_layout() { # sets k3_ranks (a node), k3_nodes and k3_srun, the options of eve
 # Wait for a job step in the background; its exit code is k3_code. Stop requests are passed on to it. A signal ends
 # `wait` early.
 k3_wait() {
+    local again
     k3_step=$1
     while :; do
         wait "$k3_step"
         k3_code=$?
         kill -0 "$k3_step" 2>/dev/null || break
     done
+    # Where the step ended while a signal was handled, its own code is still to be had.
+    wait "$k3_step" 2>/dev/null
+    again=$?
+    [ "$again" = 127 ] || k3_code=$again
     k3_step=
 }
 

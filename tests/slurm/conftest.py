@@ -71,7 +71,7 @@ class Cluster:
         started = time.monotonic()
         while not condition():
             assert time.monotonic() - started < PATIENCE, f"job {job} hangs:\n{self.log(job)}"
-            time.sleep(0.2)
+            time.sleep(0.5)  # asking takes processor time from the ranks
 
     def wait_for_step(self, job: str, run_dir: Path, step: int = 2) -> None:
         """Until the run has done this step, and so is held before the next."""
