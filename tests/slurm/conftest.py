@@ -44,17 +44,15 @@ class Cluster:
         assert done.returncode == 0, f"{command}: {done.stdout}{done.stderr}"
         return done.stdout.strip()
 
-    def submit(self, *keys: str, options: tuple[str, ...] = (), **variables: str) -> str:
-        """Hand in the job of the small recipe with `sbatch` from the checkout's root; its id."""
+    def submit(self, *keys: str, options: tuple[str, ...] = (), with_program: str = "sbatch", **variables: str) -> str:
+        """Hand in the job of the small recipe from the checkout's root; its id."""
         environment = {**self.environment, **variables}
-        command = ["sbatch", "--parsable", f"--output={self.logs}/%A-%a.out" if _is_array(options) else self._output()]
+        name = "%A-%a" if any(option.startswith("--array") for option in options) else "%j"
+        command = [with_program, "--parsable", f"--output={self.logs}/{name}.out"]
         command += [*options, "slurm/pretrain.sbatch", "recipe=small", f"--config-dir={self.recipes}", *keys]
         done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=60)
         assert done.returncode == 0, done.stderr
         return done.stdout.strip()
-
-    def _output(self) -> str:
-        return f"--output={self.logs}/%j.out"
 
     def log(self, job: str) -> str:
         """The job's log so far."""
@@ -88,10 +86,6 @@ class Cluster:
         ended = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY")
         self.wait(lambda: self.fact(job, "JobState") in ended, job)
         return self.fact(job, "JobState")
-
-
-def _is_array(options: tuple[str, ...]) -> bool:
-    return any(option.startswith("--array") for option in options)
 
 
 @pytest.fixture(scope="session")

@@ -157,6 +157,23 @@ def test_a_bad_override_fails_fast(cluster: Any, launcher: str) -> None:
     assert "k3train: " in cluster.log(job)
 
 
+def test_the_site_file_is_read_by_sbatch_and_by_the_job(cluster: Any, tmp_path: Path) -> None:
+    site = tmp_path / "site.sh"
+    site.write_text(
+        "SBATCH_JOB_NAME=from-the-site\nSBATCH_PARTITION=test\nK3_PYTHON=/bin/false\n"
+        "k3_site_setup() { echo modules loaded; export K3_MAX_FAILURES=0; }\n",
+        encoding="utf-8",
+    )
+    job = cluster.submit(with_program="slurm/submit", K3_SITE=str(site))
+    assert cluster.end(job) == "FAILED"
+    assert cluster.fact(job, "JobName") == "from-the-site"
+    assert "modules loaded" in cluster.log(job)
+    assert "failure 1 in a row; not requeued (K3_MAX_FAILURES=0)" in cluster.log(job)
+    site.write_text("SBATCH_PARTITION=nowhere\n", encoding="utf-8")
+    with pytest.raises(AssertionError, match="invalid partition"):
+        cluster.submit(with_program="slurm/submit", K3_SITE=str(site))
+
+
 def test_a_sweep_without_an_array_is_refused(cluster: Any, tmp_path: Path) -> None:
     (tmp_path / "sweep.txt").write_text("optim.lr=1e-3\n", encoding="utf-8")
     job = cluster.submit(K3_SWEEP=str(tmp_path / "sweep.txt"))
