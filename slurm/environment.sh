@@ -17,6 +17,7 @@
 #   K3_HEALTH_SECONDS  the longest the check may take; 300
 #   K3_MAX_REQUEUES    how often a job may start anew; 1000
 #   K3_MAX_FAILURES    failures in a row after which a job no longer requeues itself; 3, 0: none is forgiven
+#   K3_NOTES           a folder that all nodes share, for what they tell each other; $K3_ROOT/.k3train-jobs
 #   K3_EXIT_WAIT       seconds the other ranks have once one has ended; 180
 #   K3_MASTER_ADDR     where the ranks meet; the first node's name, or its NodeAddr where the name does not resolve
 set -uo pipefail
@@ -46,7 +47,7 @@ k3_job() {
 }
 
 # What the runs of one job tell each other: the ranks' exit note, failures in a row, the nodes' health.
-k3_note_dir=$K3_ROOT/.k3train-jobs/$(k3_job)
+k3_note_dir=${K3_NOTES:-$K3_ROOT/.k3train-jobs}/${SLURM_CLUSTER_NAME:-slurm}-$(k3_job)
 
 k3_count() { # NAME VALUE: VALUE must be a whole number
     case $2 in '' | *[!0-9]*) k3_fail "$1=$2 is not a whole number; set it to one, or leave it out." ;; esac
@@ -147,7 +148,7 @@ k3_health() {
     [ "${K3_HEALTH_CHECK:-1}" = 1 ] || return 0
     local dir=$k3_note_dir/health-${SLURM_RESTART_COUNT:-0} options bad good seconds=${K3_HEALTH_SECONDS:-300}
     k3_count K3_HEALTH_SECONDS "$seconds"
-    mkdir -p "$dir" || k3_fail "K3_ROOT=$K3_ROOT cannot be written; call sbatch from a checkout on a shared file system."
+    mkdir -p "$dir" || k3_fail "$k3_note_dir cannot be made; set K3_NOTES to a folder that all nodes can write."
     read -ra options <<<"${K3_HEALTH_OPTIONS:-}"
     # The limit for each rank is the check's own; this one is for an srun that cannot start it.
     timeout --kill-after=10 "$((seconds + 60))" srun "${k3_srun[@]}" --ntasks-per-node=1 "--ntasks=$SLURM_NNODES" --wait=30 \
@@ -214,7 +215,7 @@ k3_run() { # DEFAULT_RECIPE KEY=VALUE...
         k3_fail "K3_PYTHON=$K3_PYTHON does not exist; run \`make setup\` in $K3_ROOT, or set K3_PYTHON."
     k3_say "start ${SLURM_RESTART_COUNT:-0} on $SLURM_JOB_NODELIST with $K3_LAUNCHER: ${k3_keys[*]}"
     k3_health
-    mkdir -p "$k3_note_dir" || k3_fail "K3_ROOT=$K3_ROOT cannot be written; call sbatch from a checkout on a shared file system."
+    mkdir -p "$k3_note_dir" || k3_fail "$k3_note_dir cannot be made; set K3_NOTES to a folder that all nodes can write."
     rm -f "$note"
     export K3TRAIN_EXIT_NOTE=$note K3TRAIN_RANK_LOGS=1
     # A start that ended a moment ago on a node that failed may still hold the run directory's lock.

@@ -32,6 +32,7 @@ class Cluster:
             "PATH": f"{os.environ['PATH']}:/usr/sbin:/sbin",
             "SLURM_CONF": str(conf),
             "K3_PYTHON": sys.executable,
+            "K3_NOTES": str(logs / "notes"),
             "K3_HEALTH_CHECK": "0",
             "K3_TEST_HOLD": "3",
             "PYTHONPATH": f"{HERE / 'hold'}:{os.environ.get('PYTHONPATH', '')}",
@@ -106,7 +107,7 @@ def slurm_conf() -> Iterator[Path]:
 
 
 @pytest.fixture(scope="session")
-def cluster(slurm_conf: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+def cluster(slurm_conf: Path, tmp_path_factory: pytest.TempPathFactory) -> Cluster:
     """The cluster, and a recipe `small` whose runs lie in `cluster.runs`."""
     from small_run import make_corpus, small_recipe
 
@@ -117,5 +118,4 @@ def cluster(slurm_conf: Path, tmp_path_factory: pytest.TempPathFactory) -> Itera
     text = "# @package _global_\n" + yaml.safe_dump(recipe)
     (folder / "recipes" / "recipe" / "small.yaml").write_text(text, encoding="utf-8")
     (folder / "logs").mkdir()
-    yield Cluster(slurm_conf, folder / "recipes", folder / "logs")
-    shutil.rmtree(ROOT / ".k3train-jobs", ignore_errors=True)
+    return Cluster(slurm_conf, folder / "recipes", folder / "logs")

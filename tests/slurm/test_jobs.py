@@ -29,13 +29,10 @@ def clean(cluster: Any) -> Path:
 
 
 def assert_equal_runs(ours: Path, clean: Path) -> None:
-    """Every step and evaluation once, with the same numbers; sums over ranks may differ in the last digit."""
-    for kind in ("train", "eval"):
-        assert [line["step"] for line in lines(ours, kind)] == [line["step"] for line in lines(clean, kind)]
-        for a, b in zip(lines(ours, kind), lines(clean, kind), strict=True):
-            assert a["loss"] == pytest.approx(b["loss"], rel=1e-6)
-            assert a.get("grad_norm") == pytest.approx(b.get("grad_norm"), rel=1e-5)
-    assert [line["step"] for line in lines(ours, "train")] == [1, 2, 3, 4, 5, 6]
+    """Every step and evaluation once, with the same numbers to the last digit."""
+    assert [line["step"] for line in lines(clean, "train")] == [1, 2, 3, 4, 5, 6]
+    assert lines(ours, "train") == lines(clean, "train")
+    assert lines(ours, "eval") == lines(clean, "eval")
 
 
 def saved_at(log: str) -> list[int]:
