@@ -9,6 +9,5 @@ from k3train.environment import address_of, first_host, meeting_port
 import os
 print(os.environ.get("MASTER_ADDR") or address_of(first_host(os.environ["SLURM_STEP_NODELIST"])), meeting_port())')
 trap '' USR1 TERM INT
-export TORCHELASTIC_SIGNALS_TO_HANDLE=SIGQUIT
-exec "$python" -m torch.distributed.run --nnodes="$SLURM_STEP_NUM_NODES" --node-rank="$SLURM_PROCID" \
-    --nproc-per-node="$ranks" --master-addr="$address" --master-port="$port" -m k3train "$@"
+exec "$python" -m torch.distributed.run --signals-to-handle=SIGQUIT --nnodes="$SLURM_STEP_NUM_NODES" \
+    --node-rank="$SLURM_PROCID" --nproc-per-node="$ranks" --master-addr="$address" --master-port="$port" -m k3train "$@"
