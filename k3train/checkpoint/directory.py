@@ -17,6 +17,7 @@ from k3train.errors import UserError
 
 MARKER = "checkpoint.json"
 TOKENIZER = "tokenizer"
+GENERATION_CONFIG = "generation_config.json"
 FORMAT_VERSION = 1
 _NAME = re.compile(r"step_(\d{8,})")
 
@@ -61,10 +62,11 @@ def commit(root: Path, step: int, marker: dict[str, Any]) -> Path:
 
 
 def copy_tokenizer(source: Path, target: Path) -> None:
-    """Copy the files of a tokenizer (its directory, or the tokenizer.json in it) to the folder `target`."""
+    """Copy the files of a tokenizer (its directory, or the tokenizer.json in it) to the folder `target`, and the
+    generation_config.json beside them, which may name more tokens that end a text."""
     folder = source if source.is_dir() else source.parent
     target.mkdir(parents=True, exist_ok=True)
-    for name in ("tokenizer.json", "tokenizer_config.json"):
+    for name in ("tokenizer.json", "tokenizer_config.json", GENERATION_CONFIG):
         if (folder / name).is_file():
             shutil.copyfile(folder / name, target / name)
 

@@ -32,11 +32,13 @@ def run(args: argparse.Namespace) -> int:
     from k3train.hf.source import find_source
     from k3train.hf.together import together
     from k3train.hf.torch_dist import TensorReader
+    from k3train.hf.write_config import check_expressible
 
     if not (args.max_shard_gb > 0 and math.isfinite(args.max_shard_gb)):
         raise UserError(f"--max-shard-gb {args.max_shard_gb} has to be a number above 0; try 5")
-    checkpoint, out = directory.resolve(args.checkpoint), Path(args.hf)
+    checkpoint, out = directory.resolve(args.checkpoint), Path(args.hf).absolute()
     config = recipe_from_dict(directory.read_marker(checkpoint)["config"])
+    check_expressible(config.model, checkpoint)
     check_target("--hf", out)
     source = find_source(checkpoint, args.like)
     check_target("--hf", out, *folders_read(checkpoint, source))

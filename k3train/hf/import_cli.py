@@ -71,7 +71,7 @@ def run(args: argparse.Namespace) -> int:
     from k3train.hf.importer import run_import
 
     config, source = _prepare(args)
-    out = Path(args.out)
+    out = Path(args.out).absolute()
     check_target("--out", out, Path(args.hf))
     here = platform.start("cpu", 1)
     if here.rank == 0:

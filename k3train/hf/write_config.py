@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 from typing import Any
 
 from k3train.config.model import ModelConfig
+from k3train.errors import UserError
 from k3train.hf.config import K3_ARCHITECTURE, KIMI_LINEAR_ARCHITECTURE, HFConfig
 
 # Special tokens of the released tokenizer, which has 163840 tokens.
 _K3_TOKENS = {"bos_token_id": 163584, "eos_token_id": 163586, "pad_token_id": 163839}
 _K3_VOCABULARY = 163840
+LATENT_NORM_EPS = 1e-6  # of the published code, and of transformers' Kimi Linear
 
 
 def quantization_config() -> dict[str, Any]:
@@ -50,6 +53,16 @@ def quantization_config() -> dict[str, Any]:
             "re:.*res_proj.*",
         ],
     }
+
+
+def check_expressible(model: ModelConfig, checkpoint: Path) -> None:
+    """Raise UserError where the model computes what no key of config.json can say, so that readers would not."""
+    if model.mla.latent_norm_eps != LATENT_NORM_EPS:
+        raise UserError(
+            f"{checkpoint} was trained with model.mla.latent_norm_eps={model.mla.latent_norm_eps:g}; the published code"
+            f" has {LATENT_NORM_EPS:g} and no key for it, so whoever loads the export computes something else; train"
+            f" on with model.mla.latent_norm_eps={LATENT_NORM_EPS:g}"
+        )
 
 
 def with_quantization(source: HFConfig, packed: bool) -> dict[str, Any]:

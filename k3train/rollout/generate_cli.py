@@ -16,7 +16,7 @@ import torch.distributed as dist
 from k3train.data.tokenizer import Tokenizer
 from k3train.errors import UserError
 from k3train.rollout.generate import BatchGenerator, Request, check_tokens
-from k3train.rollout.restore import restore
+from k3train.rollout.restore import restore, tokenizer_of
 from k3train.rollout.sampling import SamplingConfig
 from k3train.rollout.text import TextStream
 
@@ -190,9 +190,9 @@ def run(args: argparse.Namespace) -> int:
             f"--n {args.n} asks for {len(prompts) * args.n} samples of {len(prompts)} prompts; allowed: up to"
             f" {MOST_SAMPLES} in all; start it several times, with another --seed"
         )
+    tokenizer, ends = tokenizer_of(args.checkpoint)
     restored = restore(args.checkpoint, layout=args.layout, command="generate", kernels=args.kernels)
-    tokenizer = restored.tokenizer()
-    stop = frozenset() if args.ignore_eos else frozenset({tokenizer.eod})
+    stop = frozenset() if args.ignore_eos else ends
     generator = BatchGenerator(
         restored.model,
         min(tokenizer.vocab_size, restored.model.vocab_size),

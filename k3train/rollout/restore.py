@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -32,10 +33,50 @@ class Restored:
     device: torch.device
     rank: int = 0
 
-    def tokenizer(self) -> Tokenizer:
-        """The tokenizer saved with the checkpoint, or the recipe's where there is none."""
-        saved = self.path / directory.TOKENIZER
-        return load_tokenizer(saved if saved.is_dir() else self.config.data.tokenizer)
+
+def recipe_of(checkpoint: str | Path) -> tuple[Path, RecipeConfig]:
+    """A checkpoint (or the newest one of a run), and the recipe that made it; no weights are read.
+
+    Raises:
+        UserError: it is no checkpoint, or is damaged.
+    """
+    path = directory.resolve(checkpoint)
+    return path, recipe_from_dict(directory.read_marker(path)["config"])
+
+
+def tokenizer_of(checkpoint: str | Path) -> tuple[Tokenizer, frozenset[int]]:
+    """The tokenizer saved with a checkpoint, or the recipe's where there is none; and the tokens that end a text.
+
+    These are the tokenizer's end of document and what a `generation_config.json` beside it has as `eos_token_id`: chat
+    models end an answer with a token of their own.
+
+    Raises:
+        UserError: there is no tokenizer, or one of the files is damaged.
+    """
+    path, config = recipe_of(checkpoint)
+    saved = path / directory.TOKENIZER
+    other = Path(config.data.tokenizer)
+    if not saved.is_dir() and not other.exists():
+        raise UserError(
+            f"{path} has no tokenizer, and there is none at {other} either; put tokenizer.json and"
+            f" tokenizer_config.json into {saved}"
+        )
+    tokenizer = load_tokenizer(saved if saved.is_dir() else other)
+    return tokenizer, frozenset({tokenizer.eod}) | _listed_ends(saved / directory.GENERATION_CONFIG)
+
+
+def _listed_ends(file: Path) -> frozenset[int]:
+    """`eos_token_id` of a generation_config.json: a number, several, or none."""
+    if not file.is_file():
+        return frozenset()
+    try:
+        listed = json.loads(file.read_text(encoding="utf-8")).get("eos_token_id")
+    except (OSError, ValueError, AttributeError) as error:
+        raise UserError(f"{file} cannot be read ({error}); correct or remove it") from error
+    ends = [] if listed is None else listed if isinstance(listed, list) else [listed]
+    if not all(type(end) is int for end in ends):
+        raise UserError(f"{file}: eos_token_id is {listed!r}; expected a token number or a list of them")
+    return frozenset(ends)
 
 
 def read_layout(words: Sequence[str]) -> ParallelConfig:
@@ -97,8 +138,7 @@ def restore(
         UserError: it is no checkpoint, is damaged, or the layout does not fit the model or the ranks.
     """
     parallel = read_layout(layout)
-    path = directory.resolve(checkpoint)
-    config = recipe_from_dict(directory.read_marker(path)["config"])
+    path, config = recipe_of(checkpoint)
     config.parallel = parallel
     # Where the weights were trained says nothing about where they are read.
     config.model.kda.backend, config.model.kernels = "auto", kernels

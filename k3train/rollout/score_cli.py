@@ -16,7 +16,7 @@ from k3train.model.model import K3Model
 from k3train.model.packing import Packing
 from k3train.model.state import SequenceStates
 from k3train.rollout.generate import check_tokens
-from k3train.rollout.restore import restore
+from k3train.rollout.restore import recipe_of, restore
 
 TOKENS_AT_A_TIME = 8192
 POSITIONS_AT_A_TIME = 256
@@ -122,8 +122,9 @@ def run(args: argparse.Namespace) -> int:
     """Write `log_probs` [b, s - 1] (of tokens 1.. given those before, nats), `loss`, and `logits` where asked."""
     out = check_out(Path(args.out), Path(args.tokens))
     tokens = read_tokens(Path(args.tokens))
+    vocab_size = recipe_of(args.checkpoint)[1].model.vocab_size
+    check_tokens(tokens.flatten().tolist(), vocab_size, f"--tokens {args.tokens}")
     restored = restore(args.checkpoint, layout=args.layout, command="score", kernels=args.kernels)
-    check_tokens(tokens.flatten().tolist(), restored.config.model.vocab_size, f"--tokens {args.tokens}")
     rows, logits_rows = [], []
     for row in tokens.to(restored.device):
         log_probs, logits = score_row(restored.model, row, args.logits)

@@ -17,6 +17,7 @@ def save_weights(folder: Path, config: Any, models: list[torch.nn.Module], token
     from megatron.core import dist_checkpointing
 
     from k3train.checkpoint import directory, store
+    from k3train.checkpoint.state import TrainState
     from k3train.config.schema import to_plain
 
     partial = directory.partial_of(folder, 1)
@@ -27,7 +28,8 @@ def save_weights(folder: Path, config: Any, models: list[torch.nn.Module], token
     if dist.get_rank() == 0:
         if tokenizer is not None:
             directory.copy_tokenizer(tokenizer, partial / directory.TOKENIZER)
-        directory.commit(folder, 1, {"config": to_plain(config)})
+        marker = {"state": TrainState().to_dict(), "config": to_plain(config), "versions": store.versions()}
+        directory.commit(folder, 1, marker)
     dist.barrier()
     return directory.directory_of(folder, 1)
 

@@ -202,6 +202,9 @@ def test_a_trained_model_takes_the_imported_files_along(trained: Path, tmp_path:
     assert (a_log[HEADS:] == 0).all()
     for name in ("config.json", "chat_template.jinja", "generation_config.json", "tokenizer.json"):
         assert (hf / name).read_bytes() == (trained / "hf" / name).read_bytes()
+    # Generation reads there which tokens end a text.
+    given = (trained / "ckpt" / "tokenizer" / "generation_config.json").read_bytes()
+    assert given == (trained / "hf" / "generation_config.json").read_bytes()
     checkpoint = TensorReader(directory.resolve(trained / "run"))
     head = checkpoint.read("output_layer.weight")
     assert head.dtype == torch.float32

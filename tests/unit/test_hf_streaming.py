@@ -105,3 +105,65 @@ def test_a_killed_import_leaves_no_checkpoint_and_the_next_one_succeeds(
 
 def _written(folder: Path) -> int:
     return sum(file.stat().st_size for file in folder.glob("*.distcp")) if folder.is_dir() else 0
+
+
+# Reads all headers, places every tensor, plans the import for 16 ranks, and reads the largest piece.
+PLAN = """
+import sys
+from pathlib import Path
+
+from k3train import platform
+
+platform.start("cpu", 1)
+
+from k3train.hf.config import read_config
+from k3train.hf.importer import make_plan, read_piece
+from k3train.hf.inventory import take_inventory
+from k3train.hf.mapping import published_parts, weights_of
+from k3train.hf.safetensors_files import Reader
+from k3train.hf.together import share_of
+
+hf = Path(sys.argv[1])
+source = read_config(hf / "config.json")
+weights, _ = weights_of(source.model)
+parts = published_parts(weights, source.prefix)
+plan = make_plan(weights, parts, take_inventory(hf, source, parts))
+mine = share_of(plan.pieces, [piece.nbytes for piece in plan.pieces], 0, 16)
+read_piece(max(plan.pieces, key=lambda piece: piece.nbytes), plan, Reader())
+peak = int(open("/proc/self/status").read().partition("VmHWM:")[2].split()[0]) * 1024
+print("PLANNED", sum(p.nbytes for p in plan.pieces), sum(p.nbytes for p in mine), peak)
+"""
+
+
+def test_tables_of_the_released_checkpoint_fit(single_rank: None, tmp_path: Path) -> None:
+    """Names, dtypes and shapes of the released text model in 96 files without content: 1.4 TB that take no space."""
+    import math
+    import struct
+
+    from k3train.config.load import load_recipe
+    from k3train.hf.files_plan import entries_of, nbytes
+    from k3train.hf.mapping import published_parts, weights_of
+    from k3train.hf.safetensors_files import header_bytes
+    from k3train.hf.write_config import new_config
+
+    model = load_recipe(["recipe=pretrain/k3"]).model
+    tensors = entries_of(published_parts(weights_of(model)[0], "language_model."), None, {}, packed=True)
+    assert len(tensors) == 497_220 - 168  # without the vision tower and the projector
+    weight_map, each = {}, math.ceil(len(tensors) / 96)
+    for number in range(96):
+        mine, name = tensors[number * each : (number + 1) * each], f"model-{number + 1:05d}-of-00096.safetensors"
+        header = header_bytes(mine)
+        with (tmp_path / name).open("wb") as file:
+            file.write(struct.pack("<Q", len(header)) + header)
+            file.truncate(8 + len(header) + sum(map(nbytes, mine)))
+        weight_map.update({tensor[0]: name for tensor in mine})
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    (tmp_path / "config.json").write_text(json.dumps(new_config(model, True, "bfloat16")))
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", PLAN, str(tmp_path)], capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
+    total, share, peak = map(int, done.stdout.split("PLANNED")[1].split())
+    assert total > 5.5e12
+    assert abs(16 * share / total - 1) < 0.01
+    assert peak < 2048 * MEBIBYTE, peak

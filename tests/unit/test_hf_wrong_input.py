@@ -215,14 +215,18 @@ def test_layouts(
         assert word in told
 
 
-def test_nothing_is_overwritten(tensors: dict, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_nothing_is_overwritten(
+    tensors: dict, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     hf, out = write_folder(tmp_path / "hf", tensors), tmp_path / "ckpt"
     out.mkdir()
     (out / "thesis.txt").write_text("mine")
     assert cli.main(["import", "--hf", str(hf), "--out", str(out)]) == 2
     assert "never overwrites" in capsys.readouterr().err
-    (out / "thesis.txt").unlink()  # an empty folder will do
-    assert cli.main(["import", "--hf", str(hf), "--out", str(out)]) == 0
+    (out / "thesis.txt").unlink()  # an empty folder will do, the present one too
+    monkeypatch.chdir(out)
+    assert cli.main(["import", "--hf", str(hf), "--out", "."]) == 0
+    monkeypatch.chdir(tmp_path)
     assert cli.main(["export", "--checkpoint", str(out), "--hf", str(hf)]) == 2
     assert "never overwrites" in capsys.readouterr().err
     assert cli.main(["export", "--checkpoint", str(out), "--hf", str(tmp_path / "no" / "where")]) == 2
@@ -247,6 +251,7 @@ def trained(_cpu_rank: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
         (["--like", "{run}"], ("--like", "is not an imported checkpoint")),
         (["--like", "nowhere"], ("nowhere does not exist",)),
         (["--max-shard-gb", "0"], ("--max-shard-gb 0",)),
+        (["--max-shard-gb", "nan"], ("--max-shard-gb nan",)),
         (["--experts", "int4"], ("int4", "mxfp4")),
     ],
 )
@@ -303,3 +308,23 @@ def test_another_model_than_the_imported_one(
     told = capsys.readouterr().err
     assert "was trained with hidden_size=32" in told
     assert "has 64" in told
+
+
+@pytest.mark.parametrize("extra", [[], ["--like", "none"]])
+def test_an_epsilon_that_no_config_json_can_say(
+    trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], extra: list[str]
+) -> None:
+    import shutil
+
+    from k3train.checkpoint import directory
+
+    copy = tmp_path / "copy"
+    shutil.copytree(directory.resolve(trained), copy)
+    marker = json.loads((copy / "checkpoint.json").read_text())
+    marker["config"]["model"]["mla"]["latent_norm_eps"] = 1e-5
+    (copy / "checkpoint.json").write_text(json.dumps(marker))
+    assert cli.main(["export", "--checkpoint", str(copy), "--hf", str(tmp_path / "out"), *extra]) == 2
+    told = capsys.readouterr().err
+    assert "model.mla.latent_norm_eps=1e-05" in told
+    assert "published code has 1e-06" in told
+    assert not list(tmp_path.glob("out*"))

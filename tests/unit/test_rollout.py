@@ -92,6 +92,7 @@ def test_generation_is_repeatable_and_greedy_is_the_likeliest(
         (["score", "--checkpoint", "{run}", "--tokens", "{tmp}/float.npy", "--out", "{tmp}/o.npz"], "integers"),
         (["score", "--checkpoint", "{run}", "--tokens", "{tmp}/one.npy", "--out", "{tmp}/o.npz"], "at least 2"),
         (["score", "--checkpoint", "{run}", "--tokens", "{tmp}/high.npy", "--out", "{tmp}/no/o.npz"], "does not exist"),
+        (["score", "--checkpoint", "{run}", "--tokens", "{tmp}/good.npy", "--out", "{tmp}"], "is a folder"),
         (["inspect", "{tmp}/nowhere"], "does not exist"),
         (["inspect", "{tmp}"], "neither a checkpoint"),
     ],
@@ -100,6 +101,7 @@ def test_bad_input_gets_one_sentence(
     run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], words: str
 ) -> None:
     np.save(tmp_path / "high.npy", np.array([1, 2, VOCAB]))
+    np.save(tmp_path / "good.npy", np.array([1, 2, 3]))
     np.save(tmp_path / "float.npy", np.array([1.0, 2.0]))
     np.save(tmp_path / "one.npy", np.array([1]))
     filled = [a.format(tmp=tmp_path, run=run_dir) for a in arguments]

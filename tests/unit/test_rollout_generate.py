@@ -199,7 +199,7 @@ def test_text_and_json_say_the_same(checkpoint: Path, tmp_path: Path, capsys: py
     assert alone == "def" + out[4]["text"] + "\n"
 
 
-def test_stop_strings_and_the_end_of_a_document(
+def test_stop_strings(
     checkpoint: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     base = ["--prompt", "ka mo", "--seed", "4", "--json"]
@@ -209,6 +209,58 @@ def test_stop_strings_and_the_end_of_a_document(
     assert ended["finish_reason"] == "stop_string"
     assert ended["text"] == free["text"][: free["text"].index(stop)]
     assert ended["tokens"] == free["tokens"][: len(ended["tokens"])]
+
+
+@pytest.mark.parametrize("end", ["of a document", "listed", "the second listed"])
+def test_the_tokens_that_end_a_text(
+    checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], end: str
+) -> None:
+    """The tokenizer's end of document, and `eos_token_id` of a generation_config.json, one or several."""
+    import shutil
+
+    copy, base = tmp_path / "copy", ["--prompt", "ka mo", "--seed", "4", "--json"]
+    shutil.copytree(checkpoint, copy)
+    free = json.loads(run_cli(capsys, copy, *base, "--ignore-eos"))["tokens"]
+    stop = free[7]
+    if end == "of a document":  # give that name to a token that comes
+        file = copy / "tokenizer" / "tokenizer.json"
+        spec = json.loads(file.read_text())
+        name = next(name for name, number in spec["model"]["vocab"].items() if number == stop)
+        (copy / "tokenizer" / "tokenizer_config.json").write_text(json.dumps({"eos_token": name}))
+        spec["added_tokens"].append({**spec["added_tokens"][0], "id": stop, "content": name})
+        file.write_text(json.dumps(spec))
+    else:
+        listed = {"eos_token_id": stop if end == "listed" else [VOCAB + 7, stop]}
+        (copy / "tokenizer" / "generation_config.json").write_text(json.dumps(listed))
+    ended = json.loads(run_cli(capsys, copy, *base))
+    assert ended["finish_reason"] == "stop_token"
+    assert ended["tokens"] == free[: free.index(stop) + 1]
+    assert json.loads(run_cli(capsys, copy, *base, "--ignore-eos"))["tokens"] == free
+
+
+@pytest.mark.parametrize("written", ["{", "[]", '{"eos_token_id": "two"}'])
+def test_a_damaged_generation_config(
+    checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], written: str
+) -> None:
+    import shutil
+
+    shutil.copytree(checkpoint, tmp_path / "copy")
+    (tmp_path / "copy" / "tokenizer" / "generation_config.json").write_text(written)
+    assert cli.main(["generate", "--checkpoint", str(tmp_path / "copy"), "--prompt", "ka"]) == 2
+    assert "generation_config.json" in capsys.readouterr().err
+
+
+def test_a_missing_tokenizer_is_named_before_weights_are_read(
+    checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import shutil
+
+    shutil.copytree(checkpoint, tmp_path / "copy")
+    shutil.rmtree(tmp_path / "copy" / "tokenizer")
+    for shard in (tmp_path / "copy").glob("*.distcp"):
+        shard.unlink()
+    assert cli.main(["generate", "--checkpoint", str(tmp_path / "copy"), "--prompt", "ka"]) == 2
+    assert f"tokenizer_config.json into {tmp_path / 'copy' / 'tokenizer'}" in capsys.readouterr().err
 
 
 def test_text_is_shown_as_it_comes() -> None:
