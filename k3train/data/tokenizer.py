@@ -255,10 +255,18 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
     config = _read_json(config_file) if config_file.is_file() else {}
     # A Hugging Face config gives a special token as its text or as {"content": text, ...}.
     roles = {
-        role: value["content"] if isinstance(value, dict) else value for role in _ROLES if (value := config.get(role))
+        role: value.get("content") if isinstance(value, dict) else value
+        for role in _ROLES
+        if (value := config.get(role))
     }
+    odd = next((role for role, token in roles.items() if not isinstance(token, str)), None)
+    if odd is not None:
+        raise UserError(f"{config_file}: {odd} is {config[odd]!r}; expected the text of a token, or an object with it")
+    added = spec.get("added_tokens", [])
+    if not (isinstance(added, list) and all(isinstance(token, dict) for token in added)):
+        raise UserError(f"{file}: added_tokens is no list of objects; restore it from its source.")
     if not roles:
-        known = {token.get("content") for token in spec.get("added_tokens", [])}
+        known = {token.get("content") for token in added}
         roles = {role: token for role, token in zip(_ROLES, SPECIAL_TOKENS, strict=True) if token in known}
     return Tokenizer(spec, roles, str(file))
 
@@ -276,7 +284,7 @@ def _as_written(spec: dict, special_tokens: dict[str, str]) -> dict:
 def _read_json(file: Path) -> dict:
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, RecursionError) as error:
         raise UserError(f"{file} is not readable JSON ({error}); restore it from its source.") from error
     if not isinstance(content, dict):
         raise UserError(f"{file} holds a JSON {type(content).__name__}, not an object; restore it from its source.")

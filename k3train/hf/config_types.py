@@ -6,7 +6,6 @@ counts as true). Null in an optional key means the same as its absence.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +15,7 @@ from k3train.errors import UserError
 
 # More than any published checkpoint has, and few enough that every tensor has a size that fits 64 bits.
 _MOST_LAYERS, _MOST_EXPERTS, _MOST = 10_000, 1 << 16, 1 << 20
+_MOST_NUMBER = 1e9
 
 
 @dataclass(frozen=True)
@@ -38,15 +38,14 @@ def _whole(least: int, most: int = _MOST, nullable: bool = True) -> _Kind:
 def _number(words: str, test: Callable[[float], bool], nullable: bool = True) -> _Kind:
     def fits(value: Any) -> bool:
         number = isinstance(value, (int, float)) and not isinstance(value, bool)
-        # Beyond this a whole number has no float at all.
-        return number and abs(value) < 1e30 and math.isfinite(value) and test(value)
+        return number and abs(value) < _MOST_NUMBER and test(value)  # which a NaN is not
 
     return _Kind(words, fits, nullable)
 
 
 _SIZE = _whole(1, nullable=False)
-_POSITIVE = _number("a number above 0", lambda value: value > 0)
-_ANY_NUMBER = _number("a number", lambda value: True)
+_POSITIVE = _number("a number above 0 and below 1e9", lambda value: value > 0)
+_ANY_NUMBER = _number("a number below 1e9", lambda value: True)
 _FLAG = _Kind("true or false", lambda value: isinstance(value, bool))
 _OBJECT = _Kind("an object", lambda value: isinstance(value, dict))
 _LAYERS = _Kind(

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -85,15 +86,30 @@ def plan_job(
     if packed:
         _check_blocks(parts)
     carried = source.carried() if source else {}
+    if source:
+        source.other_files()  # all there
     verbatim = source is not None and experts in (None, "mxfp4" if source.packed else None)
     if verbatim:
-        return Job(parts, verbatim_files(source), carried, None, source, True)
+        files = verbatim_files(source)
+        _check_kept(source, files, {*parts, *carried})
+        return Job(parts, files, carried, None, source, True)
     files = new_files(entries_of(parts, source, carried, packed), shard_bytes)
     if source:
         content = with_quantization(source.config, packed)
     else:
         content = new_config(model, packed, "bfloat16", _token_ids(checkpoint))
     return Job(parts, files, carried, content, source, False)
+
+
+def _check_kept(source: Source, files: list[OutFile], wanted: set[str]) -> None:
+    """The kept headers have to name what the kept config.json describes, no more and no less."""
+    kept = {re.sub("weight_(packed|scale)$", "weight", name) for file in files for name, _, _ in file.tensors}
+    other = {other_spelling(name) for name in kept} ^ {other_spelling(name) for name in wanted}
+    if other:
+        raise UserError(
+            f"{source.folder / 'headers'} and {source.folder / 'config.json'} disagree on tensor {min(other)}; the"
+            " import is damaged: import it again"
+        )
 
 
 def _check_blocks(parts: dict[str, Part]) -> None:

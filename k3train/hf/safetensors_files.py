@@ -39,6 +39,7 @@ DTYPES = {
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _MAX_HEADER = 1 << 30  # bytes; the released headers have about 1 MB
 _COPY_BYTES = 16 << 20
+NO_HEADER = (ValueError, KeyError, TypeError, AttributeError, RecursionError)  # what `rows_of` raises
 
 
 @dataclass(frozen=True)
@@ -75,9 +76,9 @@ def read_header(file: Path) -> tuple[bytes, dict[str, Entry]]:
     try:
         rows = [
             (name, dtype, shape, 8 + length + start, 8 + length + stop)
-            for name, dtype, shape, (start, stop) in _rows_of(raw)
+            for name, dtype, shape, (start, stop) in rows_of(raw)
         ]
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except NO_HEADER as error:
         raise UserError(
             f"{file} has {size} bytes and no whole safetensors header ({error}); it is cut short or no"
             " safetensors file: download it again"
@@ -108,8 +109,8 @@ def read_header(file: Path) -> tuple[bytes, dict[str, Entry]]:
     return raw, entries
 
 
-def _rows_of(raw: bytes) -> list[tuple[str, str, tuple[int, ...], tuple[int, int]]]:
-    """(name, dtype, shape, offsets) of a raw header. ValueError or its like where it is none."""
+def rows_of(raw: bytes) -> list[tuple[str, str, tuple[int, ...], tuple[int, int]]]:
+    """(name, dtype, shape, offsets) of a raw header. One of NO_HEADER where it is none."""
     pairs = json.loads(raw, object_pairs_hook=_unique).items()
     rows = []
     for name, tensor in pairs:

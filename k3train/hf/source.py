@@ -13,13 +13,12 @@ import json
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from k3train.checkpoint import directory
 from k3train.config.model import ModelConfig
 from k3train.errors import UserError
 from k3train.hf.config import HFConfig, read_config
-from k3train.hf.safetensors_files import Entry, Reader, Writer, header_bytes, read_header
+from k3train.hf.safetensors_files import NO_HEADER, Entry, Reader, Writer, header_bytes, read_header, rows_of
 from k3train.hf.write_config import text_config
 
 FOLDER = "hf"
@@ -37,23 +36,32 @@ class Source:
     config: HFConfig
     files: tuple[str, ...]
     packed: bool
+    others: tuple[str, ...]
 
     @property
     def folder(self) -> Path:
         return self.checkpoint / FOLDER
 
     def header(self, file: str) -> bytes:
-        """The raw header that a safetensors file had."""
-        return (self.folder / "headers" / f"{file}.json").read_bytes()
+        """The raw header that a safetensors file had. UserError where it is damaged."""
+        kept = self.folder / "headers" / f"{file}.json"
+        try:
+            raw = kept.read_bytes()
+            tensors_of(raw)
+        except (OSError, *NO_HEADER) as error:
+            raise UserError(f"{kept} cannot be read ({error}); import the checkpoint again") from error
+        return raw
 
     def carried(self) -> dict[str, Entry]:
         """The tensors that were carried through."""
         return read_header(self.folder / "carried.safetensors")[1]
 
     def other_files(self) -> list[Path]:
-        """What was kept beside the tensors, relative to `files/`."""
-        root = self.folder / "files"
-        return sorted(path.relative_to(root) for path in root.rglob("*") if path.is_file())
+        """What was kept beside the tensors, relative to `files/`. UserError where one is gone."""
+        lost = next((name for name in self.others if not (self.folder / "files" / name).is_file()), None)
+        if lost is not None:
+            raise UserError(f"{self.folder / 'files' / lost} is missing; restore it, or import the checkpoint again")
+        return [Path(name) for name in self.others]
 
     def check_model(self, model: ModelConfig, checkpoint: Path) -> None:
         """Raise UserError where `model` computes something else than the kept config.json says."""
@@ -78,11 +86,13 @@ def keep_source(hf: Path, checkpoint: Path, headers: dict[str, bytes], carried: 
             for data in reader.chunks(entry):
                 writer.write(data)
     reader.close()
-    for path in other_files(hf, headers):
+    others = other_files(hf, headers)
+    for path in others:
         target = folder / "files" / path
         target.parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(hf / path, target)
     source = {"format_version": _FORMAT_VERSION, "files": list(headers), "packed": packed}
+    source["others"] = [str(path) for path in others]
     (folder / "source.json").write_text(json.dumps(source, indent=1), encoding="utf-8")
 
 
@@ -109,12 +119,21 @@ def read_source(checkpoint: Path) -> Source | None:
         return None
     try:
         source = json.loads(file.read_text(encoding="utf-8"))
-        version, files, packed = source["format_version"], tuple(source["files"]), bool(source["packed"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        version, files, packed = source["format_version"], source["files"], source["packed"]
+        others = source["others"] if "others" in source else _listed(checkpoint / FOLDER / "files")
+        named = all(isinstance(names, list) and all(type(n) is str for n in names) for names in (files, others))
+        if not (isinstance(version, int) and named and isinstance(packed, bool)):
+            raise ValueError("format_version, files and packed are of other types")
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise UserError(f"{file} cannot be read ({error}); import the checkpoint again") from error
     if version > _FORMAT_VERSION:
         raise UserError(f"{file} has version {version}, this k3train reads up to {_FORMAT_VERSION}; update it")
-    return Source(checkpoint, read_config(checkpoint / FOLDER / "config.json"), files, packed)
+    return Source(checkpoint, read_config(checkpoint / FOLDER / "config.json"), tuple(files), packed, tuple(others))
+
+
+def _listed(root: Path) -> list[str]:
+    """The files below a folder: what imports before the list was written kept."""
+    return sorted(str(path.relative_to(root)) for path in root.rglob("*") if path.is_file())
 
 
 def find_source(checkpoint: Path, like: str | None) -> Source | None:
@@ -153,7 +172,5 @@ def find_source(checkpoint: Path, like: str | None) -> Source | None:
 
 def tensors_of(header: bytes) -> list[tuple[str, str, tuple[int, ...]]]:
     """(name, dtype, shape) of a raw header in the order of the bytes."""
-    parsed: dict[str, Any] = json.loads(header)
-    parsed.pop("__metadata__", None)
-    rows = sorted(parsed.items(), key=lambda item: item[1]["data_offsets"])
-    return [(name, t["dtype"], tuple(t["shape"])) for name, t in rows]
+    rows = sorted(rows_of(header), key=lambda row: row[3])
+    return [(name, dtype, shape) for name, dtype, shape, _ in rows]

@@ -28,6 +28,8 @@ def check_target(option: str, out: str | Path, *sources: Path) -> Path:
             raise UserError(
                 f"{option} {out} exists and is not empty; choose another name, or remove it: {verb} never overwrites"
             )
+        if real == Path.cwd():
+            raise UserError(f"{option} {out} is the working folder, which would be replaced; give it from outside")
         if not real.parent.is_dir():
             raise UserError(f"{option} {out}: the folder {real.parent} does not exist; create it")
         partial_of(real).exists()

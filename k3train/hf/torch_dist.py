@@ -182,7 +182,7 @@ class TensorReader:
             while done < len(data) and (count := stream.readinto(view[done:])):
                 done += count
         except Exception as error:  # torch.load fails in any way on damaged bytes
-            why = str(error).splitlines()[0] if str(error) else type(error).__name__
+            why = error.strerror if isinstance(error, OSError) else f"no tensor there: {type(error).__name__}"
             raise UserError(f"{file}: {index.fqn} cannot be read ({why}); use another checkpoint") from error
         if done < len(data):
             raise UserError(f"{file}: {index.fqn} is cut short; use another checkpoint")
