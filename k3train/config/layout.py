@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable, Sequence
 from itertools import accumulate
 
+MOST_REPEATS = 1000  # far above the layers of any model, far below what fills the memory
 SYMBOLS = "EtmL"  # embedding, decoder (transformer) layer, multi-token prediction, loss
 
 
@@ -18,12 +19,18 @@ def expand_layout(layout: str) -> list[str]:
     Raises ValueError with the offending symbol.
     """
     text = layout.replace(",", "")
-    text = re.sub(r"\(([^)]+)\)\*(\d+)", lambda match: match[1] * int(match[2]), text)
-    text = re.sub(r"(.)\*(\d+)", lambda match: match[1] * int(match[2]), text)
+    text = re.sub(r"\(([^)]+)\)\*(\d+)", _repeated, text)
+    text = re.sub(r"(.)\*(\d+)", _repeated, text)
     for symbol in text:
         if symbol not in SYMBOLS + "|":
             raise ValueError(f"{symbol!r} is none of E, t, m, L, |")
     return text.split("|")
+
+
+def _repeated(match: re.Match[str]) -> str:
+    if len(match[2]) > 4 or int(match[2]) > MOST_REPEATS:
+        raise ValueError(f"*{match[2][:20]} repeats more than {MOST_REPEATS} times")
+    return match[1] * int(match[2])
 
 
 def even_layout(num_layers: int, stages: int, mtp_layers: int = 0) -> str:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
 from k3train.config.explain import as_override
 from k3train.errors import UserError
+
+LARGEST = 2**31 - 1
 
 
 def value_at(config: Any, key: str) -> Any:
@@ -40,8 +43,13 @@ def check_range(
     most: float | None = None,
     below: float | None = None,
 ) -> None:
-    """Refuse a number outside an interval: `above` and `below` are open ends, `least` and `most` closed."""
+    """Refuse a number outside an interval: `above` and `below` are open ends, `least` and `most` closed.
+
+    Infinity is refused, and whole numbers that C code does not hold in 32 bits.
+    """
     value = value_at(config, key)
+    if most is None and below is None and value > LARGEST and (isinstance(value, int) or math.isinf(value)):
+        most = LARGEST
     tests = [
         (least, "at least", lambda bound: value >= bound),
         (above, "more than", lambda bound: value > bound),
@@ -50,7 +58,7 @@ def check_range(
     ]
     given = [(bound, word, test) for bound, word, test in tests if bound is not None]
     if not all(test(bound) for bound, _, test in given):  # a NaN fails every test
-        allowed = " and ".join(f"{word} {bound:g}" for bound, word, _ in given)
+        allowed = " and ".join(f"{word} {bound:.10g}" for bound, word, _ in given)
         raise refuse(config, key, "is out of range", allowed, f"{key}={cure}")
 
 

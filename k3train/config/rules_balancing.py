@@ -8,6 +8,7 @@ from k3train.config.schema import RecipeConfig
 
 # Scores of the global batch that the exact estimator may gather on a rank, all of its layers together.
 MOST_GATHERED_BYTES = 2**30
+MOST_BINS = 1_000_000  # counts per expert and layer; K3 has 1000
 LEAST_LOG_BINS = 64  # k3kernels.quantile_balancing.spacing.LEAST_BINS
 _DEFAULTS = MoEConfig()
 
@@ -15,7 +16,7 @@ _DEFAULTS = MoEConfig()
 def check_balancing(config: RecipeConfig) -> None:
     """Refuse settings out of range, and settings that the chosen rule would ignore."""
     moe = config.model.moe
-    check_range(config, "model.moe.quantile_bins", 1000, least=2)
+    check_range(config, "model.moe.quantile_bins", 1000, least=2, most=MOST_BINS)
     check_range(config, "model.moe.quantile_alternations", 1, least=1, most=64)
     check_range(config, "model.moe.quantile_ema", 0.0, least=0.0, below=1.0)
     for key, owner in (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 
 from k3train.config.rules import check_choice, check_range, refuse
@@ -63,7 +64,7 @@ def check_optim(config: RecipeConfig) -> None:
             "two numbers from 0 up to, but not, 1",
             "optim.betas=[0.9,0.95]",
         )
-    if len(optim.muon.coefficients) != 3:
+    if len(optim.muon.coefficients) != 3 or not all(map(math.isfinite, optim.muon.coefficients)):
         raise refuse(
             config,
             "optim.muon.coefficients",

@@ -25,8 +25,9 @@ AT_LEAST = {
     "train.log_expert_load_interval": (1, 10),
     "checkpoint.interval": (0, 100),
     "checkpoint.keep_last": (0, 2),
-    "data.num_workers": (0, 0),
 }
+MOST_MINUTES = 525600  # a year
+MOST_THREADS = 1024  # and processes that read data: more are a mistake rather than a wish
 NOT_EMPTY = {
     "run.name": "k3-tiny",
     "run.dir": "runs/k3-tiny",
@@ -44,9 +45,10 @@ def check_run(config: RecipeConfig) -> None:
     for key, good in NOT_EMPTY.items():
         if not value_at(config, key):
             raise refuse(config, key, "is empty", "any text", f"{key}={good}")
-    check_range(config, "run.timeout_minutes", 30, above=0)
+    check_range(config, "run.timeout_minutes", 30, above=0, most=MOST_MINUTES)
+    check_range(config, "data.num_workers", 0, least=0, most=MOST_THREADS)
     if config.run.threads_per_rank is not None:
-        check_range(config, "run.threads_per_rank", "null", least=1)
+        check_range(config, "run.threads_per_rank", "null", least=1, most=MOST_THREADS)
     check_optim(config)
     _check_corpora(config)
 

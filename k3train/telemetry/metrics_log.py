@@ -52,7 +52,7 @@ def _parse(line: str) -> dict[str, Any] | None:
     """The object of one line, or None where the line is torn or is not one of ours."""
     try:
         record = json.loads(line)
-    except json.JSONDecodeError:
+    except (ValueError, RecursionError):
         return None
     if not isinstance(record, dict) or not isinstance(record.get("step"), int):
         return None

@@ -88,15 +88,16 @@ def _lock(run_dir: Path, held: ExitStack) -> str | None:
 
 
 def _claim(run_dir: Path, plain: dict[str, Any], resume: str) -> str | None:
-    saved = run_dir / CONFIG_FILE
-    if saved.exists():
+    saved, root = run_dir / CONFIG_FILE, run_dir / "checkpoints"
+    root.mkdir(exist_ok=True)  # now, rather than in vain at the first save
+    found = directory.committed(root)
+    if saved.exists() or found:
         try:
-            earlier = yaml.safe_load(saved.read_text(encoding="utf-8"))
-        except yaml.YAMLError:
-            earlier = None
-        if not isinstance(earlier, dict):
-            return f"{saved} is not a saved recipe; choose another run.dir, or remove {run_dir} to start anew"
-        if resume == "never" and directory.committed(run_dir / "checkpoints"):
+            # Without its config.yaml a run is still that of its newest checkpoint.
+            earlier = _read_recipe(saved) if saved.exists() else directory.read_marker(found[-1][1])["config"]
+        except UserError as error:
+            return str(error)
+        if resume == "never" and found:
             return (
                 f"run.dir={run_dir} already holds checkpoints and checkpoint.resume=never would overwrite them; "
                 "choose another run.dir, or checkpoint.resume=auto to continue"
@@ -104,7 +105,7 @@ def _claim(run_dir: Path, plain: dict[str, Any], resume: str) -> str | None:
         # A first attempt that never got to a step leaves nothing to protect.
         metrics = run_dir / "metrics.jsonl"
         has_steps = metrics.is_file() and any(True for _ in read_metrics(run_dir, "train"))
-        started = has_steps or directory.committed(run_dir / "checkpoints")
+        started = has_steps or found
         difference = _first_difference(_with_defaults(earlier), plain) if started else None
         if difference is not None:
             key, was, now = difference
@@ -116,6 +117,19 @@ def _claim(run_dir: Path, plain: dict[str, Any], resume: str) -> str | None:
     temporary.write_text(yaml.safe_dump(plain, sort_keys=False), encoding="utf-8")
     temporary.replace(saved)
     return None
+
+
+def _read_recipe(saved: Path) -> dict[str, Any]:
+    try:
+        earlier = yaml.safe_load(saved.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError, RecursionError):
+        earlier = None
+    if not isinstance(earlier, dict):
+        raise UserError(
+            f"{saved} is not a saved recipe; choose another run.dir, or remove this file to continue from the"
+            " checkpoints beside it, if there are any, or to start anew"
+        )
+    return earlier
 
 
 def _with_defaults(earlier: dict[str, Any]) -> dict[str, Any]:

@@ -92,6 +92,21 @@ def test_exit_code_of_the_process(override: str) -> None:
     assert ended.stderr.count("\n") == 1
 
 
+def test_ctrl_c_while_the_command_is_being_read(tmp_path: Path) -> None:
+    """Before any handler stands: 130 and no traceback."""
+    (tmp_path / "hydra.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGINT)\n", encoding="utf-8")
+    path = os.pathsep.join([str(tmp_path), *filter(None, sys.path)])
+    ended = subprocess.run(
+        [sys.executable, "-m", "k3train", "--help"],
+        env={**os.environ, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+    assert (ended.returncode, ended.stderr) == (130, "")
+
+
 def test_only_the_first_rank_of_a_launcher_speaks() -> None:
     for rank, told in (("0", "k3train: the number of ranks=2 is not divisible by"), ("1", "")):
         ended = started(TINY, RANK=rank, WORLD_SIZE="2")

@@ -1,0 +1,71 @@
+"""A run directory of which something is damaged or gone is refused in a sentence, or continued, and keeps what it has."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from k3train.checkpoint import directory
+from k3train.config.schema import RecipeConfig
+from k3train.telemetry.metrics_log import read_metrics
+from k3train.train import startup
+
+
+def make_run(run_dir: Path, with_checkpoint: bool = True) -> dict:
+    """A run of the default recipe with one committed checkpoint."""
+    plain = startup.resolved(RecipeConfig())
+    plain["data"]["tokenizer"] = "tokenizer.json"
+    run_dir.mkdir()
+    (run_dir / startup.CONFIG_FILE).write_text(yaml.safe_dump(plain), encoding="utf-8")
+    if with_checkpoint:
+        root = run_dir / "checkpoints"
+        directory.partial_of(root, 3).mkdir(parents=True)
+        directory.commit(root, 3, {"config": plain, "state": {}, "versions": {}})
+    return plain
+
+
+@pytest.mark.parametrize("content", [b"\xff\xfe\x00\x80", b"[" * 100_000, b"", b"\0" * 100, b"[1, 2]"])
+def test_a_damaged_recipe_is_named_and_left_alone(content: bytes, tmp_path: Path) -> None:
+    plain = make_run(tmp_path / "run")
+    saved = tmp_path / "run" / startup.CONFIG_FILE
+    saved.write_bytes(content)
+    told = startup._claim(tmp_path / "run", plain, "auto")
+    assert told is not None and told.startswith(f"{saved} is not a saved recipe; choose another run.dir")
+    assert saved.read_bytes() == content
+
+
+def test_without_its_recipe_a_run_is_that_of_its_checkpoint(tmp_path: Path) -> None:
+    plain = make_run(tmp_path / "run")
+    saved = tmp_path / "run" / startup.CONFIG_FILE
+    saved.unlink()
+    other = {**plain, "optim": {**plain["optim"], "lr": 0.5}}
+    told = startup._claim(tmp_path / "run", other, "auto")
+    assert told is not None and "belongs to another recipe: optim.lr was 0.003 there and is 0.5 here" in told
+    assert not saved.exists()
+    told = startup._claim(tmp_path / "run", plain, "never")
+    assert told is not None and "already holds checkpoints" in told
+    assert startup._claim(tmp_path / "run", plain, "auto") is None
+    assert yaml.safe_load(saved.read_text(encoding="utf-8")) == plain
+
+
+def test_without_its_recipe_and_with_a_damaged_marker(tmp_path: Path) -> None:
+    plain = make_run(tmp_path / "run")
+    (tmp_path / "run" / startup.CONFIG_FILE).unlink()
+    marker = directory.directory_of(tmp_path / "run" / "checkpoints", 3) / directory.MARKER
+    marker.write_text("{", encoding="utf-8")
+    told = startup._claim(tmp_path / "run", plain, "auto")
+    assert told is not None and told.startswith(f"{marker} cannot be read")
+
+
+def test_checkpoints_that_are_no_folder_are_told_before_the_first_step(tmp_path: Path) -> None:
+    plain = make_run(tmp_path / "run", with_checkpoint=False)
+    (tmp_path / "run" / "checkpoints").write_text("x", encoding="utf-8")
+    with pytest.raises(FileExistsError):  # claimed_run_directory makes a sentence of it
+        startup._claim(tmp_path / "run", plain, "auto")
+
+
+def test_metrics_that_nest_too_deep_are_passed_over(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text("[" * 200_000 + '\n{"kind": "train", "step": 1}\n', encoding="utf-8")
+    assert [entry["step"] for entry in read_metrics(tmp_path)] == [1]
