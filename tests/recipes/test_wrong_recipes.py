@@ -180,7 +180,11 @@ WRONG = [
     (["data.num_workers=100000"], "data.num_workers=100000 is out of range", "data.num_workers=0"),
     (["optim.lr=inf"], "optim.lr=inf is out of range; allowed: more than 0 and at most 2147483647", "optim.lr=0.003"),
     (["optim=muon", "optim.muon.coefficients=[nan,1,2]"], "optim.muon.coefficients=[nan,1.0,2.0] are not", None),
-    (["train.seed=99999999999999999999"], "is out of range; allowed: at least 0 and at most 2147483647", "train.seed=1234"),
+    (
+        ["train.seed=99999999999999999999"],
+        "is out of range; allowed: at least 0 and at most 2147483647",
+        "train.seed=1234",
+    ),
     (["train.steps=3000000000"], "train.steps=3000000000 is out of range", "train.steps=300"),
     (["model.moe.quantile_bins=1000000000"], "is out of range; allowed: at least 2 and at most 1000000", None),
     (["parallel.pipeline=2", 'parallel.pipeline_layout="Et*99999999999|tL"'], "*99999999999 repeats more than", None),

@@ -1,4 +1,4 @@
-"""A run directory of which something is damaged or gone is refused in a sentence, or continued, and keeps what it has."""
+"""A run directory of which something is damaged or gone: refused in a sentence, or continued; nothing is lost."""
 
 from __future__ import annotations
 
@@ -32,7 +32,8 @@ def test_a_damaged_recipe_is_named_and_left_alone(content: bytes, tmp_path: Path
     saved = tmp_path / "run" / startup.CONFIG_FILE
     saved.write_bytes(content)
     told = startup._claim(tmp_path / "run", plain, "auto")
-    assert told is not None and told.startswith(f"{saved} is not a saved recipe; choose another run.dir")
+    assert told is not None
+    assert told.startswith(f"{saved} is not a saved recipe; choose another run.dir")
     assert saved.read_bytes() == content
 
 
@@ -42,10 +43,12 @@ def test_without_its_recipe_a_run_is_that_of_its_checkpoint(tmp_path: Path) -> N
     saved.unlink()
     other = {**plain, "optim": {**plain["optim"], "lr": 0.5}}
     told = startup._claim(tmp_path / "run", other, "auto")
-    assert told is not None and "belongs to another recipe: optim.lr was 0.003 there and is 0.5 here" in told
+    assert told is not None
+    assert "belongs to another recipe: optim.lr was 0.003 there and is 0.5 here" in told
     assert not saved.exists()
     told = startup._claim(tmp_path / "run", plain, "never")
-    assert told is not None and "already holds checkpoints" in told
+    assert told is not None
+    assert "already holds checkpoints" in told
     assert startup._claim(tmp_path / "run", plain, "auto") is None
     assert yaml.safe_load(saved.read_text(encoding="utf-8")) == plain
 
@@ -56,7 +59,8 @@ def test_without_its_recipe_and_with_a_damaged_marker(tmp_path: Path) -> None:
     marker = directory.directory_of(tmp_path / "run" / "checkpoints", 3) / directory.MARKER
     marker.write_text("{", encoding="utf-8")
     told = startup._claim(tmp_path / "run", plain, "auto")
-    assert told is not None and told.startswith(f"{marker} cannot be read")
+    assert told is not None
+    assert told.startswith(f"{marker} cannot be read")
 
 
 def test_checkpoints_that_are_no_folder_are_told_before_the_first_step(tmp_path: Path) -> None:
