@@ -60,8 +60,10 @@ class Replay:
         self.choices = [c.unflatten(0, (rows, -1)).transpose(0, 1).flatten(0, 1) for c in choices]
         self.select, self.flips, self.total = select, 0, 0
 
-    def __call__(self, scores: torch.Tensor, bias: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
-        own, cutoff = self.select(scores, bias, k)
+    def __call__(
+        self, scores: torch.Tensor, bias: torch.Tensor, k: int, *counting: object
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        own, cutoff = self.select(scores, bias, k, *counting)
         chosen = self.choices.pop(0)
         self.flips += int((own.unsqueeze(-1) != chosen.unsqueeze(-2)).all(-1).sum())
         self.total += own.numel()
@@ -77,8 +79,8 @@ def test_as_near_to_fp32_as_the_published_code(
     text, batch, weights = case(name)
     theirs, choices = published_run(name, rounded(weights), torch.bfloat16)
     exact, _ = published_run(name, rounded(weights), torch.float32, choices)
-    replay = Replay(router.topk_with_cutoff, choices, len(batch.tokens))
-    monkeypatch.setattr(router, "topk_with_cutoff", replay)
+    replay = Replay(router.select_and_count, choices, len(batch.tokens))
+    monkeypatch.setattr(router, "select_and_count", replay)
     with torch.no_grad():
         logits, model = our_logits(our_model.model_config(text), name, "bf16")
     assert {p.dtype for p in model.parameters()} == {torch.bfloat16, torch.float32}

@@ -58,7 +58,7 @@ def test_help_and_cfg_need_no_torch() -> None:
         ),
         (["k3-mini"], "try `k3train recipe=pretrain/k3-mini`"),
         (["pretrain/k3"], "try `k3train recipe=pretrain/k3`"),
-        (["generate"], "the following arguments are required: --checkpoint, --prompt; `k3train generate --help`"),
+        (["generate"], "the following arguments are required: --checkpoint; `k3train generate --help`"),
         ([TINY, "--frobnicate"], "unrecognized arguments: --frobnicate"),
         ([TINY, "--cfg", "all"], "invalid choice"),
         ([TINY, "oops"], "oops is neither a verb nor key=value"),

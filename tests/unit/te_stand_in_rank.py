@@ -21,19 +21,17 @@ from k3train.config.schema import ParallelConfig  # noqa: E402
 
 
 def build(impl: str, parallel: ParallelConfig, precision: str) -> torch.nn.Module:
-    from test_model import small_model
+    from test_model import small_model, whole_model
 
     from k3train.model.init import init_weights
     from k3train.model.model import K3Model
     from k3train.model.transformer_config import build_transformer_config
-    from k3train.parallel.stages import StageContents
 
     model = small_model()
     model.mtp.num_layers = 1
     model.init_std = 0.1
     config = build_transformer_config(model, parallel, precision, transformer_impl=impl)
-    contents = StageContents(embedding=True, layers=tuple(range(model.num_layers)), head=True, mtp=True)
-    built = K3Model(config, contents)
+    built = K3Model(config, whole_model(model))
     init_weights(built, config, seed=3)
     return built
 

@@ -215,18 +215,14 @@ def test_layouts(
         assert word in told
 
 
-def test_nothing_is_overwritten(
-    tensors: dict, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nothing_is_overwritten(tensors: dict, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     hf, out = write_folder(tmp_path / "hf", tensors), tmp_path / "ckpt"
     out.mkdir()
     (out / "thesis.txt").write_text("mine")
     assert cli.main(["import", "--hf", str(hf), "--out", str(out)]) == 2
     assert "never overwrites" in capsys.readouterr().err
-    (out / "thesis.txt").unlink()  # an empty folder will do, the present one too
-    monkeypatch.chdir(out)
-    assert cli.main(["import", "--hf", str(hf), "--out", "."]) == 0
-    monkeypatch.chdir(tmp_path)
+    (out / "thesis.txt").unlink()  # an empty folder will do
+    assert cli.main(["import", "--hf", str(hf), "--out", str(out)]) == 0
     assert cli.main(["export", "--checkpoint", str(out), "--hf", str(hf)]) == 2
     assert "never overwrites" in capsys.readouterr().err
     assert cli.main(["export", "--checkpoint", str(out), "--hf", str(tmp_path / "no" / "where")]) == 2

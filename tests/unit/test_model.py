@@ -29,6 +29,14 @@ def small_model(**changes: object) -> ModelConfig:
     return config
 
 
+def whole_model(model: ModelConfig) -> object:
+    """The contents of a single stage that holds everything."""
+    from k3train.parallel.stages import layout_text, stage_contents, traffic_of
+
+    config = RecipeConfig(model=model)
+    return stage_contents(traffic_of(config), layout_text(config), 0)
+
+
 def build(model: ModelConfig | None = None, **settings: object) -> torch.nn.Module:
     """A model with busy weights: at 0.02 many differences would drown in rounding."""
     from k3train.model.build import build_chunks

@@ -92,7 +92,7 @@ def test_generation_is_repeatable_and_greedy_is_the_likeliest(
         (["score", "--checkpoint", "{run}", "--tokens", "{tmp}/float.npy", "--out", "{tmp}/o.npz"], "integers"),
         (["score", "--checkpoint", "{run}", "--tokens", "{tmp}/one.npy", "--out", "{tmp}/o.npz"], "at least 2"),
         (["score", "--checkpoint", "{run}", "--tokens", "{tmp}/high.npy", "--out", "{tmp}/no/o.npz"], "does not exist"),
-        (["score", "--checkpoint", "{run}", "--tokens", "{tmp}/good.npy", "--out", "{tmp}"], "is a folder"),
+        (["score", "--checkpoint", "{run}", "--tokens", "{tmp}/good.npy", "--out", "{tmp}"], "is no file"),
         (["inspect", "{tmp}/nowhere"], "does not exist"),
         (["inspect", "{tmp}"], "neither a checkpoint"),
     ],

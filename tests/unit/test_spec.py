@@ -14,7 +14,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from test_model import small_model
+from test_model import small_model, whole_model
 
 from k3train.config.implementation import resolve_transformer_impl
 from k3train.config.load import recipe_from_dict
@@ -73,8 +73,7 @@ def test_every_layer_is_built_through_the_spec(single_rank: None) -> None:
     from k3train.model.model import K3Model
     from k3train.model.spec import k3_submodules
     from k3train.model.transformer_config import build_transformer_config
-    from k3train.parallel.stages import StageContents
-
+    
     local = k3_submodules("local")
     built: dict[int, str] = {}
 
@@ -89,7 +88,7 @@ def test_every_layer_is_built_through_the_spec(single_rank: None) -> None:
     names = [field.name for field in dataclasses.fields(local)]
     model = small_model()
     model.mtp.num_layers = 1
-    contents = StageContents(embedding=True, layers=tuple(range(model.num_layers)), head=True, mtp=True)
+    contents = whole_model(model)
     config = build_transformer_config(model, ParallelConfig())
     plain = [(name, p.shape) for name, p in K3Model(config, contents).named_parameters()]
     config.spec = dataclasses.replace(local, **{name: recording(name) for name in names})

@@ -10,6 +10,7 @@ import os
 import struct
 import subprocess
 import sys
+import time
 import types
 from pathlib import Path
 from typing import Any
@@ -44,6 +45,16 @@ def wandb_records(path: Path) -> list[Any]:
             records.append(Record.FromString(message))
             message = b""
     return records
+
+
+def finished_records(path: Path) -> list[Any]:
+    """The records of a run that was finished. W&B's service may still be writing the last of them."""
+    for _ in range(600):
+        records = wandb_records(path)
+        if records and records[-1].WhichOneof("record_type") == "exit":
+            return records
+        time.sleep(0.1)
+    pytest.fail(f"{path} never got its exit record")
 
 
 def history_of(records: list[Any]) -> list[dict[str, Any]]:
@@ -88,7 +99,7 @@ def offline_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str, st
 
 def test_offline_history_equals_metrics_jsonl(offline_run: tuple[Path, str, str]) -> None:
     run_dir, _, _ = offline_run
-    rows = {row["step"]: row for row in history_of(wandb_records(only_file(run_dir)))}
+    rows = {row["step"]: row for row in history_of(finished_records(only_file(run_dir)))}
     assert rows.pop(0)["loss/heldout"] == 7.5
     steps = list(read_metrics(run_dir, "train"))
     assert sorted(rows) == [record["step"] for record in steps] == [1, 2, 3, 4, 5, 6]
@@ -118,7 +129,7 @@ def test_offline_history_equals_metrics_jsonl(offline_run: tuple[Path, str, str]
 
 def test_offline_run_carries_config_code_version_and_settings(offline_run: tuple[Path, str, str]) -> None:
     run_dir, run_id, printed = offline_run
-    records = wandb_records(only_file(run_dir))
+    records = finished_records(only_file(run_dir))
     config = config_of(records)
     assert config["train"] == {"steps": 10}
     assert config["code_version"] == "v1-dirty"
@@ -153,7 +164,7 @@ def test_resuming_continues_the_same_run_without_sending_steps_twice(
     for step in range(5, 9):
         telemetry.step(make_step(step))
     telemetry.finish("interrupted")
-    records = wandb_records(only_file(resumed_dir))
+    records = finished_records(only_file(resumed_dir))
     rows = history_of(records)
     assert [row["_step"] for row in rows if "loss/train" in row] == [7, 8]
     assert [record["step"] for record in read_metrics(resumed_dir, "train")] == list(range(1, 9))
@@ -194,7 +205,7 @@ def test_an_unreachable_server_costs_one_warning_and_the_run_is_kept_offline(tmp
     warnings = [line for line in result.stdout.splitlines() if line.startswith("WARNING")]
     assert len(warnings) == 1, warnings
     assert "wandb sync" in warnings[0]
-    rows = history_of(wandb_records(only_file(tmp_path)))
+    rows = history_of(finished_records(only_file(tmp_path)))
     assert [row["loss/train"] for row in rows if "loss/train" in row] == [2.0, 1.0]
 
 
