@@ -21,8 +21,18 @@ from omegaconf.errors import (
 )
 
 from k3train.config.keys import closest, default_of, expected, leaf_types, sections
-from k3train.config.schema import CorpusConfig
+from k3train.config.schema import CorpusConfig, PolicyRule
 from k3train.errors import UserError
+
+# What lists hold: the key of one item, whose it is, and a list that works.
+_ITEMS = {
+    CorpusConfig: (
+        "data.train[0]",
+        "a corpus of data.train or data.valid",
+        "'data.train=[{path: PREFIX, weight: 1.0}]'",
+    ),
+    PolicyRule: ("optim.policy[0]", "a rule of optim.policy", "'optim.policy=[{match: PATTERN, optimizer: adamw}]'"),
+}
 
 
 @contextmanager
@@ -44,8 +54,8 @@ def explain(error: Exception, value_of: Callable[[str], Any] = default_of) -> Us
     key, reason = cause.full_key, str(cause).strip().splitlines()[0].rstrip(".")
     if isinstance(cause, InterpolationKeyError):
         return UserError(f"{key} refers to another key that does not exist ({reason}); correct its ${{...}}")
-    if cause.object_type is CorpusConfig and not isinstance(cause, MissingMandatoryValue):
-        return _corpus_error(key, cause, reason)
+    if cause.object_type in _ITEMS and not isinstance(cause, MissingMandatoryValue):
+        return _item_error(key, cause, reason)
     if isinstance(cause, ConfigKeyError | ConfigAttributeError):
         return unknown_key(key, None, [])
     if isinstance(cause, MissingMandatoryValue):
@@ -59,17 +69,15 @@ def explain(error: Exception, value_of: Callable[[str], Any] = default_of) -> Us
         cure = re.sub(r"\[(\d+)\]", r".\1", key) + f"={value}"
         cure = f"'{cure}'" if "{" in cure else cure  # the shell would take it apart
         return UserError(f"{key} has the wrong type ({reason}); allowed: {expected(key)}; try {cure}")
-    return UserError(f"the recipe cannot be composed at {key}: {reason}")
+    return UserError(f"the recipe cannot be composed at {key}: {reason}; allowed: {expected(key)}")
 
 
-def _corpus_error(key: str, cause: OmegaConfBaseException, reason: str) -> UserError:
-    """An item of data.train or data.valid with a wrong key or value."""
-    allowed = ", ".join(f"{field.name} ({expected(f'data.train[0].{field.name}')})" for field in fields(CorpusConfig))
+def _item_error(key: str, cause: OmegaConfBaseException, reason: str) -> UserError:
+    """An item of a list with a wrong key or value."""
+    item, whose, cure = _ITEMS[cause.object_type]
+    allowed = ", ".join(f"{field.name} ({expected(f'{item}.{field.name}')})" for field in fields(cause.object_type))
     wrong = f"has the wrong type ({reason})" if isinstance(cause, ValidationError) else "is no key"
-    return UserError(
-        f"{key} {wrong} of a corpus of data.train or data.valid; allowed: {allowed}; try"
-        " 'data.train=[{path: PREFIX, weight: 1.0}]'"
-    )
+    return UserError(f"{key} {wrong} of {whose}; allowed: {allowed}; try {cure}")
 
 
 def missing_value(key: str) -> UserError:

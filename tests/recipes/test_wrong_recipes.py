@@ -25,6 +25,8 @@ WRONG = [
     (["train.steps=abc", "optim.lr=foo"], "train.steps has the wrong type", "train.steps=160"),
     (["data.train=path"], "data.train has the wrong type", "'data.train=[{path: data/demo/train,weight: 1.0}]'"),
     (["data.train=[{path: a, weight: x}]"], "weight has the wrong type", None),
+    (["optim.policy=[{match: a, optimzer: muon}]"], "optimzer is no key of a rule of optim.policy", None),
+    (["optim.policy=[{match: a, lr_mult: x}]"], "lr_mult has the wrong type", None),
     (["model.moe=3"], "model.moe is a group of keys", None),
     (["+optim.lrr=1e-3"], "optim.lrr=1e-3: there is no such key", "optim.lr=1e-3"),
     (
