@@ -9,6 +9,7 @@ has a time limit. What a node found out about itself lies in `<dir>/<node>.json`
 from __future__ import annotations
 
 import argparse
+import contextlib
 import datetime
 import json
 import os
@@ -20,6 +21,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -269,7 +271,11 @@ def _tell(rank: int, text: str) -> None:
 
 def check(options: argparse.Namespace) -> int:
     """Check this node, and with the others what it takes several for; returns the exit code."""
-    threading.Thread(target=_give_up_after, args=(options.seconds,), daemon=True).start()
+    with _bounded(options.seconds):
+        return _check(options)
+
+
+def _check(options: argparse.Namespace) -> int:
     here = place()
     rank, size = (here.rank, here.world_size) if here else (0, 1)
     recipe = argparse.ArgumentParser(add_help=False)
@@ -296,11 +302,24 @@ def check(options: argparse.Namespace) -> int:
     return code
 
 
-def _give_up_after(seconds: float) -> None:
-    """End this process whatever it hangs in: a driver, a mount, a collective."""
-    time.sleep(seconds)
-    print(f"k3train health: node {this_node()} did not end its check in {seconds:.0f} s", file=sys.stderr, flush=True)
-    os._exit(1)
+@contextlib.contextmanager
+def _bounded(seconds: float) -> Iterator[None]:
+    """End this process after `seconds` whatever it hangs in: a driver, a mount, a collective.
+
+    The watch ends with the block: a caller that lives on (a test session) must not be ended minutes later.
+    """
+
+    def give_up() -> None:
+        print(f"k3train health: node {this_node()} did not end its check in {seconds:.0f} s", file=sys.stderr, flush=True)
+        os._exit(1)
+
+    watch = threading.Timer(seconds, give_up)
+    watch.daemon = True
+    watch.start()
+    try:
+        yield
+    finally:
+        watch.cancel()
 
 
 def verdict(folder: Path, nodes: list[str]) -> list[str]:
