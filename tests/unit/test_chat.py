@@ -142,7 +142,7 @@ def test_rows_of_jsonl_parquet_and_saved_data_sets_are_the_same(encoder: ChatEnc
     call = {"name": "f", "arguments": '{"x": 1}', "id": "c1"}
     row = {**ROW, "messages": [ROW["messages"][0], {**ROW["messages"][1], "tool_calls": [call]}, *ROW["messages"][2:]]}
     other = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}], "thinking": False}
-    rows = [row, other]
+    rows = [{**row, "thinking": True}, other]  # a table has the columns of its first row
     (tmp_path / "a.jsonl").write_text("".join(json.dumps(r) + "\n\n" for r in rows))
     (tmp_path / "b.json").write_text(json.dumps(rows))
     datasets.Dataset.from_list(rows).save_to_disk(tmp_path / "saved")
