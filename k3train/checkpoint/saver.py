@@ -69,8 +69,10 @@ class Saver:
         self.models, self.optimizer, self.schedule = models, optimizer, schedule
         self.last_committed = last_committed
         self._pending: _Pending | None = None
-        # Remembers the plan of the last save, so that the next one need not gather it from all ranks again.
-        self._strategy = TorchDistSaveShardedStrategy()
+        # Remembers the plan: from the third save on it is not gathered from all ranks again. What a run holds does not
+        # change while it lasts.
+        self._strategy = TorchDistSaveShardedStrategy(cached_metadata=True)
+        self._validated = False  # that every piece is saved by exactly one rank
 
     @property
     def pending_step(self) -> int | None:
@@ -165,7 +167,7 @@ class Saver:
                     content,
                     str(partial),
                     self._strategy,
-                    validate_access_integrity=True,
+                    validate_access_integrity=not self._validated,
                     async_sharded_save=True,
                     async_strategy="mcore",
                 )
@@ -175,6 +177,7 @@ class Saver:
                 failure = store.reason(error)
             self._check(store.agree(failure), f"The checkpoint in {partial} cannot be written", partial)
             writing.start(in_thread)
+        self._validated = True
         self._pending = _Pending(state.step, attempt, marker, writing, started, time.perf_counter() - started)
 
     def _complete(self, last: bool) -> None:

@@ -35,6 +35,7 @@ def live_storages(models: list[torch.nn.Module], optimizer: Any) -> set[int]:
     """Addresses of all memory that the next step will change: weights, buffers and optimizer state."""
     tensors: list[torch.Tensor] = []
     for model in models:
+        model = getattr(model, "module", model)  # Megatron-Core's wrapper has an attribute `buffers` of its own
         tensors += [*model.parameters(), *model.buffers()]
     for part in getattr(optimizer, "chained_optimizers", [optimizer]):
         inner = getattr(part, "optimizer", None)
