@@ -200,9 +200,11 @@ def main() -> None:
     """Arguments: corpus, folder, seed, random moments, places that both ways of saving die at."""
     corpus, folder, seed, moments = Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4])
     chance = random.Random(seed)
-    places = [(place, rank) for place in sys.argv[5].split(",") if place for rank in sorted({0, WORLD - 1})]
     on_first = ("unmarked", "marked", "committed", "pruning")  # only rank 0 gets there
-    kills: list[dict[str, Any]] = [{"place": p, "rank": r} for p, r in places if r == 0 or p not in on_first]
+    places = [place for place in sys.argv[5].split(",") if place]
+    kills: list[dict[str, Any]] = [
+        {"place": place, "rank": 0 if place in on_first else number % WORLD} for number, place in enumerate(places)
+    ]
     kills += [{"delay": chance.uniform(0, 0.5), "rank": chance.randrange(WORLD)} for _ in range(moments)]
     for kill in kills:
         kill["lag"] = chance.uniform(0, 0.3)
