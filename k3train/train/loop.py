@@ -23,6 +23,7 @@ from k3train.telemetry.telemetry import Telemetry
 from k3train.telemetry.timers import PhaseTimers
 from k3train.train import startup
 from k3train.train.metrics import Throughput, balance_metrics, gather_balance, memory_bytes, paths_taken
+from k3train.train.quantization import tell_quantization
 from k3train.train.signals import StopFlag, exit_code
 from k3train.train.stage import Batch, Stage
 from k3train.train.step import StepRunner
@@ -77,6 +78,7 @@ class Trainer:
         """The loop."""
         train = self.config.train
         startup.tell_start(self.telemetry, self.config, self.here, self.models, self.state, self.origin, self.paths)
+        tell_quantization(self.telemetry, self.config, self.origin)
         startup.tell_optimizer(self.telemetry, self.config, self.models, self.run_dir)
         status = "failed"
         try:
