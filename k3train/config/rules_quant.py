@@ -57,7 +57,7 @@ def _check_names(config: RecipeConfig, key: str, allowed: tuple[str, ...]) -> No
 
 
 def check_blocks(config: RecipeConfig) -> None:
-    """Refuse sizes and layouts that cut blocks of 32 along the input dimension: latent for w13, width for w2, whole on every rank."""
+    """Refuse sizes and layouts that cut blocks of 32 along an input dimension: the latent for w13, the width for w2."""
     moe, cut = config.model.moe, config.parallel.expert_tensor
     if "experts.w13" in config.quant.modules:
         key = "model.moe.latent_size" if moe.latent_size else "model.hidden_size"
