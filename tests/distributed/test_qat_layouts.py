@@ -146,12 +146,12 @@ def test_another_policy_is_said_on_loading_and_refused_on_resuming(
     steps = {"train__steps": 1, "train__eval_samples": 0, "checkpoint__load": str(trained[0])}
     ((code, _),) = pool.run(run, 1, small_qat(corpus, tmp_path / "off", quant__enabled=False, **steps))
     assert code == 0, code
-    words = [line["message"] for line in lines(tmp_path / "off", "event") if "was trained with" in line["message"]]
+    words = [line["text"] for line in lines(tmp_path / "off", "event") if "was trained with" in line["text"]]
     assert len(words) == 1
     assert "and this run trains it without quantization" in words[0]
     ((code, _),) = pool.run(run, 1, small_qat(corpus, tmp_path / "same", **steps))
     assert code == 0, code
-    assert not [line for line in lines(tmp_path / "same", "event") if "was trained with" in line["message"]]
+    assert not [line for line in lines(tmp_path / "same", "event") if "was trained with" in line["text"]]
 
 
 def scored(rank: int, world_size: int, checkpoint: str, tokens: torch.Tensor, quant: str) -> torch.Tensor:
