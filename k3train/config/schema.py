@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from k3train.config.model import ModelConfig
+from k3train.config.quant import QuantConfig
 
 
 @dataclass
@@ -188,6 +189,7 @@ class RecipeConfig:
     model: ModelConfig = field(default_factory=ModelConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
+    quant: QuantConfig = field(default_factory=QuantConfig)
     data: DataConfig = field(default_factory=DataConfig)
     stage: StageConfig = field(default_factory=StageConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
