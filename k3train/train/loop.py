@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -64,7 +65,8 @@ class Trainer:
         self.qk_clip = QKClip(config.optim.qk_clip, self.models, self.optimizer, layers, here.device)
         built = (self.models, self.optimizer, self.schedule)
         self.origin = find_origin(config, run_dir, *built, stage.fingerprint)
-        self.state, self.guards = self.origin.state, self.origin.guards  # `guards`: JSON, kept in checkpoints
+        self.state = replace(self.origin.state)
+        self.guards = self.origin.guards  # JSON, kept in checkpoints
         self.runner = StepRunner(self.models, transformer_config, config.train, stage, here.device)
         self.timers = PhaseTimers(here.device)
         self.throughput = Throughput.of(config, here)

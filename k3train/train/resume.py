@@ -51,7 +51,8 @@ def find_origin(
 
     Raises:
         UserError: the training data (`data` is their fingerprint) are not those the run began with, a newer version
-            wrote the newest checkpoint, or there are checkpoints and none can be loaded.
+            wrote the newest checkpoint, there are checkpoints and none can be loaded, or `checkpoint.load` is damaged
+            or of another model.
     """
     if config.checkpoint.resume == "auto":
         origin = _newest_good(config, run_dir / "checkpoints", models, optimizer, schedule, data)
@@ -60,6 +61,9 @@ def find_origin(
     if config.checkpoint.load is None:
         return Origin()
     source = directory.resolve(config.checkpoint.load)
+    found = _problems(source, config.checkpoint.verify)
+    if found:
+        raise UserError(f"checkpoint.load={source} is damaged: {found[0]}; choose another checkpoint")
     _check_source(config, source)
     store.load_model(source, models)
     optimizer.reload_model_params()
