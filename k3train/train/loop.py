@@ -10,11 +10,10 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from k3train.checkpoint import directory, store
+from k3train.checkpoint import directory
 from k3train.config.schema import RecipeConfig
 from k3train.errors import UserError
-from k3train.model.build import build_chunks, start_model_parallel
-from k3train.optim.build import build_optimizer, build_schedule, wrap_data_parallel
+from k3train.model.build import start_model_parallel
 from k3train.optim.qk_clip import QKClip
 from k3train.optim.schedule import base_rate
 from k3train.parallel.balance import update_router_bias
@@ -22,10 +21,10 @@ from k3train.platform import Platform
 from k3train.telemetry.telemetry import Telemetry
 from k3train.telemetry.timers import PhaseTimers
 from k3train.train import startup
-from k3train.train.metrics import Throughput, balance_metrics, gather_balance, memory_bytes, paths_taken
+from k3train.train.engine import build_engine
+from k3train.train.metrics import Throughput, balance_metrics, gather_balance, memory_bytes
 from k3train.train.signals import StopFlag, exit_code
 from k3train.train.stage import Batch, Stage
-from k3train.train.step import StepRunner
 
 
 def run_training(
@@ -55,19 +54,14 @@ class Trainer:
 
     def __init__(self, config: RecipeConfig, stage: Stage, here: Platform, run_dir: Path, flag: StopFlag) -> None:
         self.config, self.stage, self.here, self.run_dir, self.flag = config, stage, here, run_dir, flag
-        chunks, transformer_config = build_chunks(config, here.device)
-        self.models = wrap_data_parallel(chunks, transformer_config, config.parallel)
-        self.optimizer = build_optimizer(config.optim, self.models, config.parallel, config.train.precision)
-        self.schedule = build_schedule(config.optim, self.optimizer, config.train.steps)
+        self.engine = engine = build_engine(config, stage, here)
+        self.models, self.optimizer, self.schedule = engine.models, engine.optimizer, engine.schedule
+        self.runner, self.paths = engine.runner, engine.paths
         layers = config.model.num_layers + config.model.mtp.num_layers
         self.qk_clip = QKClip(config.optim.qk_clip, self.models, self.optimizer, layers, here.device)
-        self.state, self.origin = startup.restore(
-            config, run_dir, self.models, self.optimizer, self.schedule, stage.fingerprint
-        )
-        self.runner = StepRunner(self.models, transformer_config, config.train, stage, here.device)
+        self.state, self.origin = startup.restore(config, run_dir, engine, stage.fingerprint)
         self.timers = PhaseTimers(here.device)
         self.throughput = Throughput.of(config, here)
-        self.paths = paths_taken(config, here)
         self.telemetry: Telemetry = startup.open_telemetry(config, run_dir, here, self.state, self.origin)
         self.held_out: list[dict[str, float]] = []  # evaluations of this process
         self.flag_raised = 0  # the stop signal that all ranks agreed on after the last step
@@ -77,7 +71,7 @@ class Trainer:
         """The loop."""
         train = self.config.train
         startup.tell_start(self.telemetry, self.config, self.here, self.models, self.state, self.origin, self.paths)
-        startup.tell_optimizer(self.telemetry, self.config, self.models, self.run_dir)
+        startup.tell_optimizer(self.telemetry, self.config, self.engine.rows, self.run_dir)
         status = "failed"
         try:
             if self.state.step == 0:
@@ -177,12 +171,9 @@ class Trainer:
         started = time.perf_counter()
         root = self.run_dir / "checkpoints"
         try:
-            path = store.save(
+            path = self.engine.save(
                 root,
                 self.state,
-                self.models,
-                self.optimizer,
-                self.schedule,
                 config=startup.resolved(self.config),
                 run_id=self.telemetry.run_id,
                 data=self.stage.fingerprint,
