@@ -6,6 +6,7 @@ of the rest, in host memory where `offload_parameters` says so.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -29,15 +30,20 @@ class FrozenModel:
     """The weights of a checkpoint on all data-parallel ranks together."""
 
     def __init__(
-        self, checkpoint: str | Path, here: Platform, *, precision: str | None = None, offload_parameters: bool = False
+        self,
+        checkpoint: str | Path,
+        here: Platform,
+        settings: DeepSpeedConfig | None = None,
+        precision: str | None = None,
     ) -> None:
         """Load and shard; every rank takes part, after `start_model_parallel`.
 
         Args:
             checkpoint: of either engine, or its run directory. Multi-token prediction is left out.
             here: this rank's place.
+            settings: `offload_parameters` keeps the shards in host memory between their uses, `persistence_threshold`
+                is the largest parameter that stays whole; None: the defaults.
             precision: fp32 or bf16; None: what it was trained in.
-            offload_parameters: keep the shards in host memory between their uses.
 
         Raises:
             UserError: DeepSpeed is missing, the checkpoint is damaged, or ranks share work otherwise than by data.
@@ -52,7 +58,7 @@ class FrozenModel:
         fill(model, path)
         model.requires_grad_(False)
         prepare_for_zero(model)
-        settings = DeepSpeedConfig(zero_stage=3, offload_parameters=offload_parameters)
+        settings = replace(settings or DeepSpeedConfig(), zero_stage=3, offload_optimizer=False)
         plain = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": zero_config(settings)}
         shard_parameters(deepspeed, model, plain, here)
         self.engine = deepspeed.initialize(
