@@ -7,7 +7,7 @@ from pathlib import Path
 
 import yaml
 
-from k3train.checkpoint import directory
+from k3train.checkpoint import directory, engines
 from k3train.checkpoint.state import train_state
 from k3train.config.load import recipe_from_dict
 from k3train.errors import UserError
@@ -84,8 +84,12 @@ def _print_checkpoint(path: Path) -> list[str]:
 def _check_shards(path: Path) -> tuple[int, list[str]]:
     """Number of stored tensors, and what is missing or cut short against the checkpoint's own table."""
     from k3train.checkpoint.table import read_table
+    from k3train.checkpoint.whole import SavedTensors
 
     try:
+        engine = directory.read_marker(path).get(engines.KEY)
+        if engine is not None:
+            return len(SavedTensors(path, engine["files"])), []
         metadata = read_table(path)
     except UserError as error:
         return 0, [str(error)]

@@ -7,6 +7,7 @@ from pathlib import Path
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata
 
+from k3train.checkpoint import directory, engines
 from k3train.errors import UserError
 
 
@@ -14,8 +15,10 @@ def read_table(path: Path) -> Metadata:
     """Which tensors a committed checkpoint holds, and where their pieces lie.
 
     Raises:
-        UserError: it is missing or damaged.
+        UserError: it is missing or damaged, or DeepSpeed's engine wrote the checkpoint.
     """
+    if (path / directory.MARKER).is_file():
+        engines.require_engine(path, "megatron")
     file = path / ".metadata"
     try:
         table = FileSystemReader(path).read_metadata()

@@ -45,6 +45,13 @@ def check_engine(config: RecipeConfig) -> None:
         raise refuse(config, "parallel.transformer_impl", why, "auto, local with engine=deepspeed", cure)
     check_range(config, "deepspeed.zero_stage", 2, least=1, most=3)
     check_range(config, "deepspeed.persistence_threshold", DeepSpeedConfig().persistence_threshold, least=0)
+    if config.train.precision == "bf16" and config.deepspeed.zero_stage == 3:
+        why = (
+            "is not for deepspeed.zero_stage=3: DeepSpeed shards parameters of one dtype, and K3 keeps some in fp32"
+            " beside bf16"
+        )
+        cure = "deepspeed.zero_stage=2, or train.precision=fp32, or engine=megatron"
+        raise refuse(config, "train.precision", why, "fp32, or bf16 with deepspeed.zero_stage=1 or 2", cure)
     if config.deepspeed.offload_parameters and config.deepspeed.zero_stage != 3:
         why = f"needs sharded parameters, and deepspeed.zero_stage={config.deepspeed.zero_stage} keeps them whole"
         cure = "deepspeed.zero_stage=3"

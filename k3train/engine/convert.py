@@ -15,10 +15,11 @@ from megatron.core.optimizer import MegatronOptimizer
 
 from k3train import platform
 from k3train.checkpoint import directory, engines, store
+from k3train.checkpoint.whole import SavedTensors, Tensors
 from k3train.config.load import recipe_from_dict
 from k3train.config.schema import ParallelConfig, RecipeConfig
 from k3train.engine import saved
-from k3train.engine.state import Tensors, shapes_of, stored_buffers
+from k3train.engine.state import shapes_of, stored_buffers
 from k3train.engine.zero import MOMENTS
 from k3train.errors import UserError
 from k3train.model.build import build_chunks, start_model_parallel
@@ -111,7 +112,7 @@ class _Plain:
             yield name, {"buffer": buffer}
 
     @torch.no_grad()
-    def fill(self, read: saved.SavedTensors, step: int) -> None:
+    def fill(self, read: SavedTensors, step: int) -> None:
         """Take over weights, moments and buffers after `step` steps."""
         trained = self._trained()
         for name, parameter in self.model.named_parameters():

@@ -7,21 +7,18 @@ bound to the number of ranks and the ZeRO stage that wrote it; this one is not, 
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from k3train.checkpoint import directory, engines, store
 from k3train.checkpoint.state import TrainState, train_state
+from k3train.checkpoint.whole import FOLDER, SavedTensors, Tensors, file_name
 from k3train.errors import UserError
-
-FOLDER = "deepspeed"
-Tensors = dict[str, torch.Tensor]
 
 
 def save(
@@ -49,7 +46,7 @@ def save(
             own |= {f"{kind}/{name}": tensor.detach().cpu().clone() for kind, tensor in kinds.items()}
     failure = None
     try:
-        save_file(own, partial / FOLDER / _file(rank, ranks))
+        save_file(own, partial / FOLDER / file_name(rank, ranks))
     except (SafetensorError, OSError) as error:
         failure = str(error).splitlines()[0]
     _agree_on(failure, f"The checkpoint in {partial} cannot be written")
@@ -69,10 +66,6 @@ def save(
 
     _on_first_rank(commit, f"The checkpoint in {partial} cannot be committed")
     return directory.directory_of(root, state.step)
-
-
-def _file(number: int, count: int) -> str:
-    return f"tensors-{number:05d}-of-{count:05d}.safetensors"
 
 
 def _fresh(folder: Path) -> None:
@@ -113,44 +106,10 @@ def read_state(path: Path) -> tuple[TrainState, dict[str, Any]]:
     return train_state(marker["state"], path), schedule
 
 
-class SavedTensors(Mapping[str, Tensors]):
-    """The tensors of a checkpoint by parameter name, each read when it is asked for."""
-
-    def __init__(self, path: Path, count: int) -> None:
-        """Raises UserError where a file is missing or damaged."""
-        self.path = path
-        self._places: dict[str, dict[str, Any]] = {}
-        for number in range(count):
-            file = path / FOLDER / _file(number, count)
-            try:
-                opened = safe_open(file, framework="pt")
-            except (SafetensorError, OSError) as error:
-                raise self._damaged(file, error) from error
-            for key in opened.keys():  # noqa: SIM118 (no mapping)
-                kind, _, name = key.partition("/")
-                self._places.setdefault(name, {})[kind] = opened
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        """Of a parameter or buffer."""
-        kind, file = next(iter(self._places[name].items()))
-        return tuple(file.get_slice(f"{kind}/{name}").get_shape())
-
-    def _damaged(self, file: Path, error: Exception) -> UserError:
-        why = str(error).splitlines()[0]
-        return UserError(f"{file} cannot be read ({why}); the checkpoint is damaged: use another one of the run")
-
-    def __getitem__(self, name: str) -> Tensors:
-        return {kind: file.get_tensor(f"{kind}/{name}") for kind, file in self._places[name].items()}
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._places)
-
-    def __len__(self) -> int:
-        return len(self._places)
-
-
-def open_tensors(path: Path, expected: Mapping[str, tuple[int, ...]]) -> SavedTensors:
+def open_tensors(path: Path, expected: Mapping[str, tuple[int, ...]], *, all_of_them: bool = True) -> SavedTensors:
     """The tensors of a committed checkpoint of the DeepSpeed engine; `expected` are names and shapes of the model.
+
+    Unless `all_of_them`, the checkpoint may hold more: a prediction layer that is not built for reading.
 
     Raises:
         UserError: another engine wrote it, a file is missing or damaged, or it belongs to another model.
@@ -158,7 +117,7 @@ def open_tensors(path: Path, expected: Mapping[str, tuple[int, ...]]) -> SavedTe
     marker = engines.require_engine(path, "deepspeed")
     tensors = SavedTensors(path, int(marker[engines.KEY]["files"]))
     missing = [name for name in expected if name not in tensors]
-    unknown = [name for name in tensors if name not in expected]
+    unknown = [name for name in tensors if all_of_them and name not in expected]
     other = [name for name in expected if name in tensors and tensors.shape(name) != expected[name]]
     if missing or unknown or other:
         if other:

@@ -10,9 +10,8 @@ from collections.abc import Iterable, Iterator, Mapping
 
 import torch
 
+from k3train.checkpoint.whole import Tensors
 from k3train.engine.zero import MOMENTS, ZeroParts
-
-Tensors = dict[str, torch.Tensor]
 
 
 def whole_tensors(parts: ZeroParts) -> Iterator[tuple[str, Tensors]]:

@@ -6,11 +6,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
+from megatron.core import parallel_state
 
 from k3train.checkpoint import directory, engines, store
+from k3train.checkpoint.whole import Tensors
 from k3train.config.schema import RecipeConfig
 from k3train.engine import saved
-from k3train.engine.state import Tensors, shapes_of, stored_buffers
+from k3train.engine.state import shapes_of, stored_buffers
 from k3train.model.build import build_chunks
 from k3train.model.model import K3Model
 
@@ -35,15 +37,19 @@ def read_weights(path: Path, model: torch.nn.Module, config: RecipeConfig) -> It
 
 
 def fill(model: K3Model, path: Path) -> None:
-    """Load the weights of a checkpoint into a model that is not sharded. All ranks take part.
+    """Load the weights of a checkpoint into a model that is not sharded by ZeRO. All ranks take part.
 
     Raises:
-        UserError: the checkpoint is damaged or belongs to another model.
+        UserError: it is damaged, belongs to another model, or DeepSpeed's engine wrote it and ranks share the model.
     """
-    if engines.engine_of(directory.read_marker(path)) == "megatron":
+    sizes = parallel_state.get_tensor_model_parallel_world_size, parallel_state.get_expert_model_parallel_world_size
+    if any(size() > 1 for size in sizes) or engines.engine_of(directory.read_marker(path)) == "megatron":
+        engines.require_engine(path, "megatron")
         store.load_model(path, [model])
         return
     own = dict(model.named_parameters()) | dict(stored_buffers(model))
+    tensors = saved.open_tensors(path, shapes_of(model), all_of_them=False)
     with torch.no_grad():
-        for name, kinds in saved.open_tensors(path, shapes_of(model)).items():
-            own[name].copy_(next(kinds[kind] for kind in ("fp32", "frozen", "buffer") if kind in kinds))
+        for name, target in own.items():
+            kinds = tensors[name]
+            target.copy_(next(kinds[kind] for kind in ("fp32", "frozen", "buffer") if kind in kinds))

@@ -125,6 +125,7 @@ def _plain_config(config: RecipeConfig) -> dict[str, Any]:
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
         "communication_data_type": "fp32",
+        "data_types": {"grad_accum_dtype": "fp32"},
         "steps_per_print": 10**9,
     }
 

@@ -11,11 +11,12 @@ from pathlib import Path
 import torch
 
 from k3train import platform
-from k3train.checkpoint import directory, store
+from k3train.checkpoint import directory
 from k3train.config.load import recipe_from_dict
 from k3train.config.rules_parallel import check_parallel, data_parallel_size, least_world_size
 from k3train.config.schema import ParallelConfig, RecipeConfig
 from k3train.data.tokenizer import Tokenizer, load_tokenizer
+from k3train.engine.weights import fill
 from k3train.errors import UserError
 from k3train.model.build import build_chunks, start_model_parallel
 from k3train.model.model import K3Model
@@ -148,5 +149,5 @@ def restore(
     here = platform.start(device, torch.get_num_threads() if least_world_size(parallel) == 1 else None)
     start_model_parallel(config.parallel)
     (model,), _ = build_chunks(config, here.device, init=False)
-    store.load_model(path, [model])
+    fill(model, path)
     return Restored(model.eval(), config, path, here.device, here.rank)

@@ -70,7 +70,7 @@ def test_zero_trains_as_megatron_does(
     pool: Any, corpus: Path, megatron: dict[int, tuple[Path, dict]], tmp_path: Path, name: str
 ) -> None:
     """Losses, gradient norms, router biases and, from its checkpoint, every parameter at the end."""
-    from k3train.engine.saved import SavedTensors
+    from k3train.checkpoint.whole import SavedTensors
 
     steps = 20 if name in FULL else 6
     reference, parameters = megatron[steps]
@@ -146,7 +146,7 @@ def test_three_ranks_of_another_stage_hold_the_same_bits(
 ) -> None:
     """Loaded and saved again, on ranks that do not divide the parameters: moments, weights, biases, counters."""
     from k3train.checkpoint import directory
-    from k3train.engine.saved import SavedTensors
+    from k3train.checkpoint.whole import SavedTensors
 
     run_dir, plain = halves["deepspeed"]
     source = run_dir / "checkpoints" / "step_00000003"

@@ -25,6 +25,11 @@ WRONG = [
     ([*ZERO, "deepspeed.zero_stage=4"], "deepspeed.zero_stage=4 is out of range", "deepspeed.zero_stage=2"),
     ([*ZERO, "deepspeed.persistence_threshold=-1"], "is out of range", "deepspeed.persistence_threshold=100000"),
     ([*ZERO, "deepspeed.offload_parameters=true"], "needs sharded parameters", "deepspeed.zero_stage=3"),
+    (
+        [*ZERO, "train.precision=bf16", "deepspeed.zero_stage=3"],
+        "train.precision=bf16 is not for deepspeed.zero_stage=3",
+        "deepspeed.zero_stage=2",
+    ),
     (["deepspeed.zero_stage=3"], "zero_stage=3 has no effect with engine=megatron", "engine=deepspeed"),
     (["deepspeed.offload_optimizer=true"], "has no effect with engine=megatron", "engine=deepspeed"),
     ([*ZERO, "deepspeed.zero=3"], "deepspeed.zero=3: there is no such key", "deepspeed.zero_stage=3"),
