@@ -16,13 +16,13 @@ def engine_of(marker: dict[str, Any]) -> str:
     return (marker.get(KEY) or {}).get("name", "megatron")
 
 
-def require_engine(path: Path, wanted: str) -> dict[str, Any]:
-    """The marker of a committed checkpoint that this engine wrote.
+def require_engine(path: Path, wanted: str, marker: dict[str, Any] | None = None) -> dict[str, Any]:
+    """The marker of a committed checkpoint that this engine wrote (`marker`, where it was read before).
 
     Raises:
         UserError: another engine did, or the marker cannot be read.
     """
-    marker = directory.read_marker(path)
+    marker = directory.read_marker(path) if marker is None else marker
     found = engine_of(marker)
     if found != wanted:
         raise UserError(

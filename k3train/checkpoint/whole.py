@@ -20,6 +20,11 @@ def file_name(number: int, count: int) -> str:
     return f"tensors-{number:05d}-of-{count:05d}.safetensors"
 
 
+def generators_name(number: int, count: int) -> str:
+    """The file of that rank's random number generators."""
+    return f"generators-{number:05d}-of-{count:05d}.pt"
+
+
 class SavedTensors(Mapping[str, Tensors]):
     """The tensors of a checkpoint by parameter name, each read when it is asked for."""
 

@@ -15,10 +15,12 @@ from megatron.core.optimizer import MegatronOptimizer
 
 from k3train import platform
 from k3train.checkpoint import directory, engines, store
+from k3train.checkpoint.saver import Belongings, Saver
 from k3train.checkpoint.whole import SavedTensors, Tensors
 from k3train.config.load import recipe_from_dict
 from k3train.config.schema import ParallelConfig, RecipeConfig
 from k3train.engine import saved
+from k3train.engine.saver import ZeroSaver
 from k3train.engine.state import shapes_of, stored_buffers
 from k3train.engine.zero import MOMENTS
 from k3train.errors import UserError
@@ -60,19 +62,31 @@ def convert(source: Path, root: Path) -> Path:
             " adamw; its weights alone can be trained on with engine=deepspeed checkpoint.load=..."
         )
     both = _Plain(config)
-    about = {
-        "config": marker["config"] | {"engine": {"megatron": "deepspeed", "deepspeed": "megatron"}[written_by]},
-        "run_id": marker.get("wandb_run_id"),
-        "data": marker.get("data"),
-        "tokenizer": source / directory.TOKENIZER if (source / directory.TOKENIZER).is_dir() else None,
-    }
-    if written_by == "megatron":
-        state = store.load(source, both.models, both.optimizer, both.schedule)
-        return saved.save(root, state, both.tensors(), both.schedule.state_dict(), **about)
-    state, schedule = saved.read_state(source)
-    both.fill(saved.open_tensors(source, shapes_of(both.model)), state.step)
-    both.schedule.load_state_dict(schedule)
-    return store.save(root, state, both.models, both.optimizer, both.schedule, **about)
+    target = {"megatron": "deepspeed", "deepspeed": "megatron"}[written_by]
+    tokenizer = source / directory.TOKENIZER
+    belongings = Belongings(
+        marker["config"] | {"engine": target},
+        marker.get("wandb_run_id"),
+        marker.get("data"),
+        marker["versions"].get("code", ""),
+        tokenizer if tokenizer.is_dir() else None,
+    )
+    about = root, config.checkpoint, both.models, both.optimizer, both.schedule, belongings, _tell
+    if target == "deepspeed":
+        state, _ = store.load(source, both.models, both.optimizer, both.schedule)
+        saver: Saver = ZeroSaver(both.tensors, *about)
+    else:
+        state, schedule = saved.read_state(source)
+        both.fill(saved.open_tensors(source, shapes_of(both.model)), state.step)
+        both.schedule.load_state_dict(schedule)
+        saver = Saver(*about)
+    saver.save(state, marker.get("guards", {}), last=True)
+    return directory.directory_of(root, state.step)
+
+
+def _tell(text: str, level: str = "info", **fields: object) -> None:
+    if level != "info":
+        print(text)
 
 
 class _Plain:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from k3train.checkpoint.saver import Belongings, Saver, Tell
 from k3train.checkpoint.state import TrainState
-from k3train.config.schema import RecipeConfig
+from k3train.checkpoint.whole import Tensors
+from k3train.config.schema import CheckpointConfig, RecipeConfig
 from k3train.engine import saved, state
+from k3train.engine.saver import ZeroSaver
 from k3train.engine.weights import read_weights
 from k3train.engine.zero import build_zero, local_layers
 from k3train.platform import Platform
@@ -25,15 +29,18 @@ class DeepSpeedEngine:
         self.rows = self.parts.rows
         self.paths = {"engine": self.parts.name, **paths_taken(local_layers(config), here)}
 
-    def save(self, root: Path, counters: TrainState, **about: Any) -> Path:
-        return saved.save(root, counters, state.whole_tensors(self.parts), self.schedule.state_dict(), **about)
+    def saver(self, root: Path, config: CheckpointConfig, belongings: Belongings, tell: Tell, last: int) -> Saver:
+        def tensors() -> Iterable[tuple[str, Tensors]]:
+            return state.whole_tensors(self.parts)
 
-    def load(self, path: Path) -> TrainState:
+        return ZeroSaver(tensors, root, config, self.models, self.optimizer, self.schedule, belongings, tell, last)
+
+    def load(self, path: Path) -> tuple[TrainState, dict[str, Any] | None]:
         counters, schedule = saved.read_state(path)
         tensors = saved.open_tensors(path, state.shapes_of(self.parts.engine.module))
         state.set_everything(self.parts, tensors, counters.step)
         self.schedule.load_state_dict(schedule)
-        return counters
+        return counters, saved.read_generators(path)
 
     def load_weights(self, path: Path) -> None:
         state.set_weights(self.parts, read_weights(path, self.parts.engine.module, local_layers(self.config)))

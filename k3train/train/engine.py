@@ -11,8 +11,9 @@ from typing import Any, Protocol
 import torch
 
 from k3train.checkpoint import engines, store
+from k3train.checkpoint.saver import Belongings, Saver, Tell
 from k3train.checkpoint.state import TrainState
-from k3train.config.schema import RecipeConfig
+from k3train.config.schema import CheckpointConfig, RecipeConfig
 from k3train.model.build import build_chunks
 from k3train.optim.build import build_optimizer, build_schedule, wrap_data_parallel
 from k3train.optim.policy import TableRow, apply_policy, optimizer_table
@@ -32,12 +33,12 @@ class Engine(Protocol):
     rows: list[TableRow]  # which optimizer trains what
     paths: dict[str, str]  # which implementation serves each part
 
-    def save(self, root: Path, state: TrainState, **about: Any) -> Path:
-        """Write and commit a checkpoint (see `checkpoint.store.save`)."""
+    def saver(self, root: Path, config: CheckpointConfig, belongings: Belongings, tell: Tell, last: int) -> Saver:
+        """What writes this engine's checkpoints below `root`; `last` is the step of the newest that is there, or -1."""
         ...
 
-    def load(self, path: Path) -> TrainState:
-        """Continue from a committed checkpoint of this engine."""
+    def load(self, path: Path) -> tuple[TrainState, dict[str, Any] | None]:
+        """Continue from a committed checkpoint of this engine (see `checkpoint.store.load`)."""
         ...
 
     def load_weights(self, path: Path) -> None:
@@ -57,15 +58,15 @@ class MegatronEngine:
         self.rows = optimizer_table(apply_policy(config.optim, chunks), config.optim.muon.update_scale)
         self.paths = {"engine": "megatron", **paths_taken(config, here)}
 
-    def save(self, root: Path, state: TrainState, **about: Any) -> Path:
-        return store.save(root, state, self.models, self.optimizer, self.schedule, **about)
+    def saver(self, root: Path, config: CheckpointConfig, belongings: Belongings, tell: Tell, last: int) -> Saver:
+        return Saver(root, config, self.models, self.optimizer, self.schedule, belongings, tell, last)
 
-    def load(self, path: Path) -> TrainState:
-        engines.require_engine(path, "megatron")
+    def load(self, path: Path) -> tuple[TrainState, dict[str, Any] | None]:
+        engines.require_engine(path, "megatron", store.shared_marker(path))
         return store.load(path, self.models, self.optimizer, self.schedule)
 
     def load_weights(self, path: Path) -> None:
-        engines.require_engine(path, "megatron")
+        engines.require_engine(path, "megatron", store.shared_marker(path))
         store.load_model(path, self.models)
         self.optimizer.reload_model_params()
 

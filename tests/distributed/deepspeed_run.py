@@ -35,6 +35,8 @@ def convert(rank: int, world_size: int, source: Path, root: Path) -> Path:
 
 def saved_again(rank: int, world_size: int, recipe: dict[str, Any], source: Path, root: Path) -> Path:
     """Load a checkpoint into the DeepSpeed engine of `recipe`, and save it again from there."""
+    from k3train.checkpoint import directory
+    from k3train.checkpoint.saver import Belongings
     from k3train.config.load import recipe_from_dict
     from k3train.model.build import start_model_parallel
     from k3train.platform import Platform
@@ -49,8 +51,10 @@ def saved_again(rank: int, world_size: int, recipe: dict[str, Any], source: Path
     config = recipe_from_dict(recipe)
     start_model_parallel(config.parallel)
     engine = DeepSpeedEngine(config, NoStage(), Platform("cpu", torch.device("cpu"), "gloo", rank, rank, world_size))
-    state = engine.load(source)
-    return engine.save(root, state, config=recipe, run_id=None)
+    state, _ = engine.load(source)
+    belongings = Belongings(recipe, None, None, "", None)
+    engine.saver(root, config.checkpoint, belongings, lambda *args, **fields: None, -1).save(state, {}, last=True)
+    return directory.directory_of(root, state.step)
 
 
 def frozen_log_probs(
