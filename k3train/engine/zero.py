@@ -6,6 +6,7 @@ batch, clipped by their global norm, and AdamW runs in fp32 with one parameter g
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
@@ -141,6 +142,29 @@ class ZeroOptimizer:
     def param_groups(self) -> list[dict[str, Any]]:
         return self.zero.param_groups
 
+    def prepare(self) -> float:
+        """The gradient norm of this step before clipping; nothing is changed yet. Every rank takes part."""
+        if hasattr(self.zero, "fp32_partitioned_groups_flat"):  # ZeRO-3
+            norm = torch.linalg.vector_norm(torch.stack([torch.as_tensor(n) for n in self._group_norms()]))
+        else:
+            norm = self.zero.scaled_global_norm()
+        return float(norm) / self.tokens
+
+    def _group_norms(self) -> list[torch.Tensor]:
+        """Of ZeRO-3's groups; DeepSpeed marks one that is not finite by -1."""
+        norms = self.zero._get_norm_groups()
+        return [torch.full_like(norm, torch.inf) if norm < 0 else norm for norm in norms]
+
+    def discard(self) -> None:
+        """Forget the gradients of this step: nothing is changed by them."""
+        # DeepSpeed passes over a step whose norm is not finite, and frees what belongs to it: let it find such a one.
+        for norm in getattr(self.zero, "norm_for_param_grads", {}).values():  # offloaded gradients
+            norm.fill_(torch.inf)
+        for gradients in self.zero.averaged_gradients.values():
+            for gradient in gradients or ():
+                gradient.fill_(torch.inf)
+        self.engine.step()
+
     def step(self) -> tuple[bool, float, None]:
         """Divide by tokens, clip and update; returns whether it was done, and the gradient norm before clipping."""
         # DeepSpeed averages over ranks. How many tokens the losses were sums over is known only now, so they count as
@@ -158,6 +182,7 @@ class ZeroRunner:
     """Micro-batches through DeepSpeed's engine; reports averaged over the global batch."""
 
     pipeline_bytes = 0
+    ready_at = 0.0  # time.perf_counter when this rank's last gradients were ready
 
     def __init__(self, engine: Any, optimizer: ZeroOptimizer, loss: Loss, device: torch.device) -> None:
         self.engine, self.optimizer, self.loss, self.device = engine, optimizer, loss, device
@@ -173,6 +198,7 @@ class ZeroRunner:
                 self.engine.step()  # counts the micro-batch; the last one's is the optimizer's
             reported.append(report)
             tokens += count
+        self.ready_at = time.perf_counter()
         dist.all_reduce(tokens, group=parallel_state.get_data_parallel_group())
         self.optimizer.tokens = max(float(tokens), 1.0) / parallel_state.get_data_parallel_world_size()
         return self._pool(reported)

@@ -57,6 +57,45 @@ def saved_again(rank: int, world_size: int, recipe: dict[str, Any], source: Path
     return directory.directory_of(root, state.step)
 
 
+def discarded(rank: int, world_size: int, recipe: dict[str, Any]) -> tuple[list[float], list[str]]:
+    """A step that is prepared and discarded, then one with the same data that is done, then a second one.
+
+    Returns the norms as prepared, of the step that was done and of the one after it (prepared, done), and the names of
+    tensors that the discarded step changed.
+    """
+    from k3train.config.load import recipe_from_dict
+    from k3train.engine.state import whole_tensors
+    from k3train.model.build import start_model_parallel
+    from k3train.platform import Platform
+    from k3train.stages.pretrain import PretrainStage
+    from k3train.train.deepspeed import DeepSpeedEngine
+
+    forget_groups()
+    config = recipe_from_dict(recipe)
+    start_model_parallel(config.parallel)
+    stage = PretrainStage(config)
+    engine = DeepSpeedEngine(config, stage, Platform("cpu", torch.device("cpu"), "gloo", rank, rank, world_size))
+    first, second = (next(stage.training_steps(seen)) for seen in (0, config.train.global_batch_size))
+
+    def kept() -> dict[str, torch.Tensor]:
+        whole = whole_tensors(engine.parts)
+        return {f"{kind} of {name}": tensor.clone() for name, kinds in whole for kind, tensor in kinds.items()}
+
+    norms: list[float] = []
+    engine.schedule.step(increment=1)
+    engine.runner.forward_backward(first)
+    engine.optimizer.step()
+    before = kept()
+    engine.runner.forward_backward(second)
+    norms.append(engine.optimizer.prepare())
+    engine.optimizer.discard()
+    after = kept()
+    for _ in range(2):
+        engine.runner.forward_backward(second)
+        norms += [engine.optimizer.prepare(), engine.optimizer.step()[1]]
+    return norms, [name for name, tensor in before.items() if not torch.equal(tensor, after[name])]
+
+
 def frozen_log_probs(
     rank: int, world_size: int, checkpoint: Path, tokens: torch.Tensor, documents: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, int]:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from deepspeed_run import convert, frozen_log_probs, saved_again, train_deepspeed
+from deepspeed_run import convert, discarded, frozen_log_probs, saved_again, train_deepspeed
 from small_run import lines, make_corpus, small_recipe, train
 
 pytest.importorskip("deepspeed", reason="deepspeed is not installed: pip install -e '.[deepspeed]'")
@@ -161,6 +161,21 @@ def test_three_ranks_of_another_stage_hold_the_same_bits(
         assert old[name].keys() == new[name].keys()
         for kind, tensor in old[name].items():
             assert torch.equal(tensor, new[name][kind]), f"{kind} of {name}"
+
+
+@pytest.mark.parametrize("name", ["zero1_offload", "zero2", "zero3", "zero3_offload"])
+def test_a_step_can_be_looked_at_and_discarded(pool: Any, corpus: Path, tmp_path: Path, name: str) -> None:
+    """The norm is known before the update; a discarded step changes nothing, and the next is as if it never was."""
+    plain = recipe(corpus, tmp_path, 6, engine="deepspeed", **ENGINES[name])
+    results = pool.run(discarded, 2, plain)
+    for norms, changed in results:
+        assert changed == []
+        first, again, done, prepared, later = norms
+        assert first == pytest.approx(again, rel=1e-6)
+        assert again == pytest.approx(done, rel=1e-6)
+        assert prepared == pytest.approx(later, rel=1e-6)
+        assert abs(later - done) > 1e-3, "the step that was done changed nothing"
+    assert results[0] == results[1]
 
 
 @pytest.mark.parametrize("engine", ["megatron", "deepspeed"])
