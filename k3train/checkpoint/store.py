@@ -4,6 +4,7 @@ call; `saver.py` writes.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -190,6 +191,7 @@ def _load_model_state(models: list[torch.nn.Module], loaded: dict[str, Any]) -> 
         chunk.load_state_dict(loaded[f"model{index}"])
 
 
+@functools.cache
 def versions() -> dict[str, str]:
     """The code and libraries that wrote a checkpoint."""
     import platform

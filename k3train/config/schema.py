@@ -7,6 +7,7 @@ from typing import Any
 
 from k3train.config.deepspeed import DeepSpeedConfig
 from k3train.config.model import ModelConfig
+from k3train.config.quant import QuantConfig
 
 
 @dataclass
@@ -191,6 +192,7 @@ class RecipeConfig:
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     deepspeed: DeepSpeedConfig = field(default_factory=DeepSpeedConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
+    quant: QuantConfig = field(default_factory=QuantConfig)
     data: DataConfig = field(default_factory=DataConfig)
     stage: StageConfig = field(default_factory=StageConfig)
     train: TrainConfig = field(default_factory=TrainConfig)

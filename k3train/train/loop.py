@@ -22,6 +22,7 @@ from k3train.telemetry.timers import PhaseTimers
 from k3train.train import startup
 from k3train.train.engine import build_engine
 from k3train.train.metrics import Throughput, balance_metrics, gather_balance, memory_bytes
+from k3train.train.quantization import tell_quantization
 from k3train.train.resume import find_origin
 from k3train.train.signals import StopFlag, exit_code
 from k3train.train.stage import Batch, Stage
@@ -72,6 +73,7 @@ class Trainer:
         """The loop."""
         train = self.config.train
         startup.tell_start(self.telemetry, self.config, self.here, self.models, self.origin, self.paths)
+        tell_quantization(self.telemetry, self.config, self.origin.path)
         startup.tell_optimizer(self.telemetry, self.config, self.engine.rows, self.run_dir)
         status = "failed"
         try:

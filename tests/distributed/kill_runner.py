@@ -34,7 +34,7 @@ from k3train.platform import Platform  # noqa: E402
 from k3train.stages.pretrain import PretrainStage  # noqa: E402
 from k3train.train import loop, step  # noqa: E402
 
-WORLD = 2
+WORLD = int(os.environ.get("K3_TEST_KILL_RANKS", "2"))
 ATTEMPT_SECONDS = 300.0
 
 
@@ -200,14 +200,21 @@ def main() -> None:
     """Arguments: corpus, folder, seed, random moments, places that both ways of saving die at."""
     corpus, folder, seed, moments = Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4])
     chance = random.Random(seed)
-    places = [(place, rank) for place in sys.argv[5].split(",") if place for rank in (0, WORLD - 1)]
+    places = [(place, rank) for place in sys.argv[5].split(",") if place for rank in sorted({0, WORLD - 1})]
     on_first = ("unmarked", "marked", "committed", "pruning")  # only rank 0 gets there
     kills: list[dict[str, Any]] = [{"place": p, "rank": r} for p, r in places if r == 0 or p not in on_first]
     kills += [{"delay": chance.uniform(0, 0.6), "rank": chance.randrange(WORLD)} for _ in range(moments)]
     for kill in kills:
         kill["lag"] = chance.uniform(0, 0.3)
     steps = 3 * len(kills) + 6
-    made = {"parallel__expert": 2, "train__steps": steps, "train__eval_interval": 2, "train__eval_samples": 2}
+    made = {
+        "model__num_layers": 2,
+        "model__full_attention_layers": [2],
+        "parallel__expert": WORLD,
+        "train__steps": steps,
+        "train__eval_interval": 2,
+        "train__eval_samples": 2,
+    }
     clean = small_recipe(corpus, folder / "clean", **made, checkpoint__interval=0)
     reports = [attempt(clean, folder / "attempt-clean", None)]
     for number, kill in enumerate([*kills, None]):

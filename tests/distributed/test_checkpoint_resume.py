@@ -23,7 +23,15 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_corpus(tmp_path_factory.mktemp("corpus"))
 
 
-EVERY = {"checkpoint__interval": 1, "checkpoint__keep_last": 0, "train__steps": 4, "train__eval_interval": 2}
+LAYERS = {"model__num_layers": 2, "model__full_attention_layers": [2]}
+EVERY = {
+    **LAYERS,
+    "checkpoint__interval": 1,
+    "checkpoint__keep_last": 0,
+    "train__steps": 4,
+    "train__eval_interval": 2,
+    "train__eval_samples": 2,
+}
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +73,7 @@ def drawing(rank: int, world_size: int, recipe: dict[str, Any], stop_at: int = 0
 
 
 def test_the_generators_of_every_rank_go_on(pool: Any, corpus: Path, tmp_path: Path) -> None:
-    layout = {"parallel__tensor": 2, "parallel__expert": 2, "train__steps": 4}
+    layout = {"parallel__tensor": 2, "parallel__expert": 2, "train__steps": 4, **LAYERS}
     whole = pool.run(drawing, 4, small_recipe(corpus, tmp_path / "whole", **layout))
     recipe = small_recipe(corpus, tmp_path / "halves", **layout)
     first = pool.run(drawing, 4, recipe, 2)
@@ -81,8 +89,7 @@ def test_the_generators_of_every_rank_go_on(pool: Any, corpus: Path, tmp_path: P
     assert told(tmp_path / "halves", "another layout (or an earlier version) wrote the random number generators")
 
 
-@pytest.mark.parametrize("step", [1, 2, 3])
-@pytest.mark.parametrize("beside", [False, True])
+@pytest.mark.parametrize(("step", "beside"), [(1, True), (2, False), (3, True)])
 def test_interrupted_at_any_step_equals_uninterrupted(
     pool: Any, corpus: Path, clean: Path, tmp_path: Path, step: int, beside: bool
 ) -> None:
@@ -274,7 +281,7 @@ def test_a_newer_format_and_another_model_are_refused(pool: Any, corpus: Path, c
 
 def test_milestones_and_every_n_stay(pool: Any, corpus: Path, tmp_path: Path) -> None:
     keep = {"keep_last": 1, "keep_every": 4, "milestones": [1, 5], "interval": 2}
-    recipe = small_recipe(corpus, tmp_path, checkpoint=keep, train__steps=8)
+    recipe = small_recipe(corpus, tmp_path, checkpoint=keep, train__steps=8, **LAYERS)
     assert pool.run(train, 1, recipe, 7)[0][0] == 128 + 15
     assert [step for step, _ in directory.committed(tmp_path / "checkpoints")] == [1, 4, 5, 7]
 
@@ -301,7 +308,7 @@ def guarded(rank: int, world_size: int, recipe: dict[str, Any], value: int | Non
 
 
 def test_what_guards_remember_and_who_wrote_it_is_kept(pool: Any, corpus: Path, tmp_path: Path) -> None:
-    recipe = small_recipe(corpus, tmp_path, train__steps=1)
+    recipe = small_recipe(corpus, tmp_path, train__steps=1, **LAYERS)
     assert pool.run(guarded, 2, recipe, 7) == [{}, {}]
     assert pool.run(guarded, 2, recipe, None) == [{"spikes": {"seen": 7, "mean": 0.1 + 0.2}}] * 2
     marker = directory.read_marker(newest(tmp_path))
@@ -343,7 +350,7 @@ def test_each_sample_once_while_dp_changes_and_over_epochs(pool: Any, tmp_path: 
     from k3train.data.tokenizer import load_tokenizer
 
     corpus = make_corpus(tmp_path, documents=12)
-    recipe = small_recipe(corpus, tmp_path / "run", train__steps=9, train__eval_samples=0, train__eval_interval=0)
+    recipe = small_recipe(corpus, tmp_path / "run", train__steps=9, train__eval_samples=0, **LAYERS)
     ledger: list[list[tuple[int, ...]]] = []
     for ranks, stop in ((2, 3), (1, 5), (4, 0)):
         parts = pool.run(reading, ranks, recipe, stop)
