@@ -125,12 +125,18 @@ def _export_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("overrides", nargs="*", metavar="parallel.KEY=VALUE", help="a layout; its ranks do the work")
 
 
+def _convert_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("checkpoint", metavar="CKPT", help="a checkpoint, or a run's newest")
+    parser.add_argument("run_dir", metavar="RUN_DIR", help="the run directory to make, for the other engine")
+
+
 # verb: (what it does, the module whose run(args) does it, its arguments)
 VERBS: dict[str, tuple[str, str, Callable[[argparse.ArgumentParser], None]]] = {
     "generate": ("continue a prompt", "k3train.rollout.generate_cli", _generate_arguments),
     "score": ("log-probabilities of given tokens", "k3train.rollout.score_cli", _score_arguments),
     "import": ("make a checkpoint of a Hugging Face folder", "k3train.hf.import_cli", _import_arguments),
     "export": ("make a Hugging Face folder of a checkpoint", "k3train.hf.export_cli", _export_arguments),
+    "convert": ("a checkpoint from one engine to the other", "k3train.engine.convert", _convert_arguments),
     "inspect": ("step, tokens, layout, sizes and health", "k3train.checkpoint.inspect", _inspect_arguments),
 }
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from k3train.config.deepspeed import DeepSpeedConfig
 from k3train.config.model import ModelConfig
 from k3train.config.quant import QuantConfig
 
@@ -185,9 +186,11 @@ class RecipeConfig:
     """A whole recipe."""
 
     recipe_name: str = "custom"
+    engine: str = "megatron"  # whose loop trains: megatron | deepspeed (data parallel alone, ZeRO; docs/deepspeed.md)
     run: RunConfig = field(default_factory=RunConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    deepspeed: DeepSpeedConfig = field(default_factory=DeepSpeedConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     quant: QuantConfig = field(default_factory=QuantConfig)
     data: DataConfig = field(default_factory=DataConfig)

@@ -27,6 +27,7 @@ LEVELS = {
     "stages": 5,
     "rollout": 5,
     "train": 4,
+    "engine": 3,
     "model": 3,
     "optim": 3,
     "checkpoint": 3,
