@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from k3train.config.rules import check_choice, check_range, refuse, value_at
 from k3train.config.rules_optim import check_optim
+from k3train.config.rules_sft import check_sft
 from k3train.config.schema import RecipeConfig
 from k3train.errors import UserError
 
 CHOICES = {
-    "stage.name": ("pretrain",),
+    "stage.name": ("pretrain", "sft"),
     "train.precision": ("fp32", "bf16"),
     "checkpoint.resume": ("auto", "never"),
     "telemetry.wandb.mode": ("auto", "online", "offline", "disabled"),
@@ -50,7 +51,10 @@ def check_run(config: RecipeConfig) -> None:
     if config.run.threads_per_rank is not None:
         check_range(config, "run.threads_per_rank", "null", least=1, most=MOST_THREADS)
     check_optim(config)
-    _check_corpora(config)
+    if config.stage.name == "sft":
+        check_sft(config)
+    else:
+        _check_corpora(config)
 
 
 def _check_corpora(config: RecipeConfig) -> None:
