@@ -11,7 +11,8 @@ import torch.distributed as dist
 from k3train.config.schema import RecipeConfig
 from k3train.data.chat.dataset import ChatRows
 from k3train.data.chat.encoder import make_encoder
-from k3train.data.chat.store import describe_counts, encoded_set
+from k3train.data.chat.store import encoded_set
+from k3train.data.chat.usable import describe_counts
 from k3train.model.model import TokenLosses
 from k3train.stages.inputs import fitting_tokenizer
 from k3train.stages.pretrain import PretrainStage
