@@ -78,7 +78,7 @@ def _judge(encoder: ChatEncoder, task: Task, sample: int, tokens: list[int]) -> 
 def pass_at_k(right: int, samples: int, k: int) -> float:
     """The chance that at least one of k answers is right, drawn from `samples` of which `right` are.
 
-    The unbiased estimator of Chen et al. 2021 (Codex), equation 1.
+    The unbiased estimator of Chen et al. 2021 (arXiv 2107.03374), equation 1.
     """
     return 1.0 - math.comb(samples - right, k) / math.comb(samples, k)
 
