@@ -116,7 +116,8 @@ class Trainer:
             clipped = self.qk_clip.pool(self.state.step + 1)
             _, grad_norm, _ = self.optimizer.step()
             self.optimizer.zero_grad()
-        self.state.advance(train.global_batch_size, train.seq_length)
+        length = batches[0]["tokens"].shape[1]  # a stage may fill a step with shorter rows
+        self.state.advance(train.global_batch_size, length)
         peak_memory = self._agree()
         metrics = {
             "step": self.state.step,
@@ -125,7 +126,7 @@ class Trainer:
             "grad_norm": None if grad_norm is None else float(grad_norm),
             "lr": base_rate(self.schedule),
             **clipped,
-            **self.throughput.metrics(time.perf_counter() - started),
+            **self.throughput.metrics(time.perf_counter() - started, length / train.seq_length),
             "memory_bytes": peak_memory,
             "pipeline_bytes": self.runner.pipeline_bytes,
             "paths": self.paths,
