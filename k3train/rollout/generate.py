@@ -22,12 +22,21 @@ PREFILL_TOKENS = 2048
 
 @dataclass(frozen=True)
 class Request:
-    """`samples` continuations of `prompt`, each until one of `stop` or `sampling.max_new_tokens`."""
+    """`samples` continuations of `prompt`, each until one of `stop` or `sampling.max_new_tokens`.
+
+    A sample that was paused goes on where it was: `prompt` then holds what it has made too, `stream_of`,
+    `first_sample` and `drawn` say which random numbers are its next, and `row` may name its kept states.
+    """
 
     prompt: tuple[int, ...]
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     stop: frozenset[int] = frozenset()
     samples: int = 1
+    stream_of: tuple[int, ...] | None = None  # what names the random numbers besides seed and sample; None: the prompt
+    first_sample: int = 0  # the number of the first sample among those of `stream_of`
+    drawn: int = 0  # random numbers that were used before
+    row: int | None = None  # states that hold the beginning of `prompt`; for a single sample
+    keep: bool = False  # keep the states of a sample that ends (`BatchGenerator.kept`)
 
 
 @dataclass(frozen=True)
@@ -85,6 +94,7 @@ class BatchGenerator:
     page_size: int = PAGE_SIZE
     group: dist.ProcessGroup | None = None
     requests: list[Request] = field(default_factory=list)
+    kept: dict[tuple[int, int], int] = field(default_factory=dict)  # of (request, sample): the row that holds it
 
     def __post_init__(self) -> None:
         if self.max_rows < 1 or self.prefill_tokens < 1:
@@ -106,6 +116,8 @@ class BatchGenerator:
         request.sampling.check()
         if request.samples < 1:
             raise UserError(f"--n {request.samples} must be at least 1 sample a prompt")
+        if request.row is not None and not (request.samples == 1 and len(request.prompt) - self._held(request.row) > 0):
+            raise ValueError(f"row {request.row} does not hold the beginning of a prompt for one sample")
         check_tokens(request.prompt, self.model.vocab_size, "the prompt")
         self.requests.append(request)
         self._waiting.append(len(self.requests) - 1)
@@ -114,6 +126,36 @@ class BatchGenerator:
     def cancel(self, request: int, sample: int) -> None:
         """End a sample here; what it has made stays made."""
         self._cancelled.add((request, sample))
+
+    def _held(self, row: int) -> int:
+        return self.states.tokens[row]
+
+    def pause(self, keep: bool = False) -> dict[int, int]:
+        """Stop everything and forget what waits. With `keep` the states of begun samples stay (`kept`).
+
+        Returns the rows that waiting requests came with, by request; nothing has touched them.
+        """
+        for r in self._running:
+            if keep:
+                self.kept[r.request, r.sample] = r.row
+            else:
+                self.states.remove([r.row])
+        # Once prefilled a row holds tokens that no sample answers for.
+        self.states.remove(p.row for p in self._prefilled)
+        rows = {number: self.requests[number].row for number in self._waiting}
+        self._running, self._prefilled, self._waiting = [], deque(), deque()
+        self._cancelled.clear()
+        return {number: row for number, row in rows.items() if row is not None}
+
+    def forget(self) -> None:
+        """Drop the record of past requests, so that a generator can serve for ever; numbers start anew.
+
+        Raises:
+            ValueError: some are not done, or have states kept.
+        """
+        if self.busy or self.kept:
+            raise ValueError("requests are running, or states are kept")
+        self.requests.clear()
 
     @property
     def busy(self) -> bool:
@@ -153,8 +195,10 @@ class BatchGenerator:
         while self._waiting and room > 0:
             numbers.append(self._waiting.popleft())
             room -= self.requests[numbers[-1]].samples
-        rows = self.states.add(len(numbers))
-        left = {row: deque(self.requests[number].prompt) for row, number in zip(rows, numbers)}
+        given = [self.requests[number].row for number in numbers]
+        fresh = iter(self.states.add(given.count(None)))
+        rows = [next(fresh) if row is None else row for row in given]
+        left = {row: deque(self.requests[n].prompt[self._held(row) :]) for row, n in zip(rows, numbers)}
         done: dict[int, torch.Tensor] = {}
         while left:
             budget, pieces = self.prefill_tokens, {}
@@ -180,7 +224,12 @@ class BatchGenerator:
             last = prompt.started + count == request.samples
             rows = self.states.fork(prompt.row, count - last) + [prompt.row] * last
             for row in rows:
-                generator = stream(request.sampling.seed, request.prompt, prompt.started)
+                generator = stream(
+                    request.sampling.seed,
+                    request.prompt if request.stream_of is None else request.stream_of,
+                    request.first_sample + prompt.started,
+                    request.drawn,
+                )
                 started.append(_Running(prompt.request, prompt.started, row, generator))
                 logits.append(prompt.logits)
                 prompt.started += 1
@@ -202,6 +251,8 @@ class BatchGenerator:
             new.append(Sampled(r.request, r.sample, r.token, logprob, drawn, finish))
             if finish is None:
                 going_on.append(r)
+            elif request.keep:
+                self.kept[r.request, r.sample] = r.row
             else:
                 self.states.remove([r.row])
         if running is self._running:
