@@ -56,9 +56,7 @@ def response_weights(lengths: Sequence[int], normalization: str) -> list[float]:
     raise ValueError(f"normalization {normalization!r} is none of token, sequence")
 
 
-def distillation_advantages(
-    teacher_logprob: torch.Tensor, logprob: torch.Tensor, clip: float
-) -> torch.Tensor:
+def distillation_advantages(teacher_logprob: torch.Tensor, logprob: torch.Tensor, clip: float) -> torch.Tensor:
     """MOPD's dense reward: the clipped, detached log-ratio of teacher and student on the sampled tokens (Eq. 15).
 
     With an on-policy surrogate its gradient is that of the sampled reverse KL, (log pi - log pi_T) grad log pi.

@@ -156,6 +156,7 @@ class BatchGenerator:
         if self.busy or self.kept:
             raise ValueError("requests are running, or states are kept")
         self.requests.clear()
+        self._cancelled.clear()
 
     @property
     def busy(self) -> bool:

@@ -51,7 +51,7 @@ class LocalEngine:
         Raises:
             UserError: an empty context, or a token outside the vocabulary.
         """
-        for together in _shared(works):
+        for together in shared_works(works):
             first = together[0]
             row = self._row_of(first)
             request = Request(
@@ -129,7 +129,7 @@ class LocalEngine:
         self._generator.kept.clear()
 
 
-def _shared(works: Sequence[Work]) -> list[list[Work]]:
+def shared_works(works: Sequence[Work]) -> list[list[Work]]:
     """Works that one prefill serves: nothing drawn yet, and alike but for consecutive sample numbers."""
     groups: list[list[Work]] = []
     for work in works:
