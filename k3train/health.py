@@ -310,7 +310,8 @@ def _bounded(seconds: float) -> Iterator[None]:
     """
 
     def give_up() -> None:
-        print(f"k3train health: node {this_node()} did not end its check in {seconds:.0f} s", file=sys.stderr, flush=True)
+        text = f"node {this_node()} did not end its check in {seconds:.0f} s"
+        print(f"k3train health: {text}", file=sys.stderr, flush=True)
         os._exit(1)
 
     watch = threading.Timer(seconds, give_up)
@@ -320,6 +321,7 @@ def _bounded(seconds: float) -> Iterator[None]:
         yield
     finally:
         watch.cancel()
+        watch.join()
 
 
 def verdict(folder: Path, nodes: list[str]) -> list[str]:

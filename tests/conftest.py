@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import sys
+import traceback
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 
@@ -19,6 +21,19 @@ for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADD
     os.environ.pop(name, None)
 
 sys.path.insert(0, str(TESTS / "distributed"))
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Say who ended the session where something under test leaves this process by `os._exit`, which prints nothing."""
+    leave, session, stderr = os._exit, os.getpid(), os.dup(sys.__stderr__.fileno())  # before output is captured
+
+    def told(code: int) -> NoReturn:
+        if os.getpid() == session:
+            text = f"\nos._exit({code}) ended the test session:\n{''.join(traceback.format_stack())}"
+            os.write(stderr, text.encode())
+        leave(code)
+
+    os._exit = told
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -103,6 +103,19 @@ class Tokenizer:
         added = self._fast.get_added_tokens_decoder()
         return frozenset(index for index, token in added.items() if token.special)
 
+    def special_id(self, name: str) -> int | None:
+        """Id of the special token called `name`; None where the tokenizer has no such special token."""
+        return self._special_names.get(name)
+
+    def content(self) -> tuple[dict, dict[str, str]]:
+        """What it is made of: the content of `tokenizer.json`, and the named special tokens."""
+        return self._spec, self._special_tokens
+
+    @cached_property
+    def _special_names(self) -> dict[str, int]:
+        added = self._fast.get_added_tokens_decoder()
+        return {token.content: index for index, token in added.items() if token.special}
+
     @cached_property
     def sha256(self) -> str:
         """Hash of the vocabulary, the rules and the special tokens; independent of where the file lies."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -115,3 +116,21 @@ def test_a_node_that_does_not_come(tmp_path: Path) -> None:
 def test_a_recipe_that_cannot_work_is_told(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert health.main(["--dir", str(tmp_path), "--", "recipe=pretrain/k3-tiny", "optim.learning_rate=1"]) == 2
     assert "optim.learning_rate" in capfd.readouterr().err
+
+
+def test_the_time_limit_ends_with_the_check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that lives on after its check, as a test session does, is not ended when the limit has passed."""
+    left: list[int] = []
+    monkeypatch.setattr(os, "_exit", left.append)
+    with health._bounded(0.05):
+        pass
+    time.sleep(0.5)
+    assert left == []
+    with health._bounded(0.05):
+        deadline = time.monotonic() + 60
+        while not left and time.monotonic() < deadline:
+            time.sleep(0.01)
+    assert left == [1]
+    arguments = ["--dir", str(tmp_path), "--", *RECIPE, "optim.learning_rate=1"]
+    assert health.main(arguments) == 2
+    assert not [thread for thread in threading.enumerate() if isinstance(thread, threading.Timer)]

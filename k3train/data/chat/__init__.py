@@ -1,0 +1,1 @@
+"""Conversations: reading them, writing them as a chat template does, and which of their tokens are trained on."""

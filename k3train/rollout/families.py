@@ -1,0 +1,202 @@
+"""Families of made-up tasks: questions, answers and worked steps from a random generator.
+
+Numbers are written digit by digit, so that every tokenizer cuts them alike. A question belongs to the training or to
+the held-out split by its own hash: the splits never meet, whatever the seeds and sizes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from k3train.data.chat.messages import EFFORTS
+
+HELD_OUT_OF = 8  # one question in so many is held out
+NAMES = ("ann", "bob", "cat", "dan", "eve", "fox", "gus", "ida", "jim", "kay", "leo", "max")
+WORDS = ("red", "key", "set", "map", "line", "name", "list", "file", "text", "code", "data", "path", "time", "type")
+LETTERS = "abcdefghijklmnopqrstuvwxyz"
+ORDINALS = ("first", "second", "third", "fourth", "fifth")
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A question with its answer; `steps` lead to it, `proof` goes over it once more."""
+
+    question: str
+    answer: str
+    steps: str
+    proof: str
+
+    def reasoning(self, effort: str) -> str:
+        """The thinking at an effort: nothing, the steps, or the steps and the proof."""
+        return {"low": "", "high": self.steps, "max": f"{self.steps} {self.proof}"}[effort]
+
+
+@dataclass(frozen=True)
+class Family:
+    """How problems of a kind are drawn, and the checker of their answers."""
+
+    draw: Callable[[random.Random], Problem]
+    check: str
+
+
+def _apart(number: int) -> str:
+    return " ".join(str(number))
+
+
+def _add(rng: random.Random) -> Problem:
+    """The sum of two numbers of two digits, column by column."""
+    a, b = rng.randint(10, 99), rng.randint(10, 99)
+    low, high = a % 10 + b % 10, a // 10 + b // 10
+    carry = low // 10
+    steps = f"{a % 10} + {b % 10} = {_apart(low)} , {a // 10} + {b // 10} + {carry} = {_apart(high + carry)} ."
+    return Problem(
+        f"add {_apart(a)} and {_apart(b)}", _apart(a + b), steps, f"so {_apart(a)} + {_apart(b)} = {_apart(a + b)} ."
+    )
+
+
+def _reverse(rng: random.Random) -> Problem:
+    """Letters in the opposite order."""
+    letters = [rng.choice(LETTERS) for _ in range(rng.randint(3, 5))]
+    numbered = [f"{place} {letter}" for place, letter in enumerate(letters, start=1)]
+    question = f"reverse {' '.join(letters)}"
+    return Problem(
+        question,
+        " ".join(reversed(letters)),
+        " ".join(numbered) + " .",
+        "back " + " ".join(reversed(numbered)) + " .",
+    )
+
+
+def _pick(rng: random.Random) -> Problem:
+    """The word in a place of a list."""
+    words = rng.sample(WORDS, 4)
+    place = rng.randrange(len(words))
+    numbered = [f"{ORDINALS[i]} {word}" for i, word in enumerate(words)]
+    return Problem(
+        f"{ORDINALS[place]} word of {' '.join(words)}",
+        words[place],
+        " ".join(numbered[: place + 1]) + " .",
+        f"all {' '.join(numbered)} .",
+    )
+
+
+def _sort(rng: random.Random) -> Problem:
+    """Digits from the smallest to the largest."""
+    digits = rng.sample(range(10), rng.randint(3, 4))
+    ordered = sorted(digits)
+    left, steps = list(digits), []
+    for digit in ordered:
+        steps.append(f"{digit} of {' '.join(map(str, left))}")
+        left.remove(digit)
+    return Problem(
+        f"sort {' '.join(map(str, digits))}",
+        " ".join(map(str, ordered)),
+        " , ".join(steps) + " .",
+        "so " + " < ".join(map(str, ordered)) + " .",
+    )
+
+
+def _table(rng: random.Random, rows: int) -> tuple[list[tuple[str, int]], str]:
+    table = [(name, rng.randint(1, 9)) for name in rng.sample(NAMES, rows)]
+    return table, "\n".join(f"{name} | {value}" for name, value in table)
+
+
+def _lookup(rng: random.Random) -> Problem:
+    """The value beside a name."""
+    table, text = _table(rng, rng.randint(3, 4))
+    name, value = rng.choice(table)
+    return Problem(
+        f"{text}\nvalue of {name}",
+        str(value),
+        f"{name} | {value} .",
+        "all " + " , ".join(f"{n} | {v}" for n, v in table) + " .",
+    )
+
+
+def _total(rng: random.Random) -> Problem:
+    """The sum of two values of a table."""
+    table, text = _table(rng, 3)
+    (a, x), (b, y) = rng.sample(table, 2)
+    return Problem(
+        f"{text}\ntotal of {a} and {b}",
+        _apart(x + y),
+        f"{a} | {x} , {b} | {y} , {x} + {y} = {_apart(x + y)} .",
+        f"so {y} + {x} = {_apart(x + y)} .",
+    )
+
+
+FAMILIES: dict[str, Family] = {
+    "add": Family(_add, "digits"),
+    "reverse": Family(_reverse, "exact"),
+    "pick": Family(_pick, "exact"),
+    "sort": Family(_sort, "exact"),
+    "lookup": Family(_lookup, "digits"),
+    "total": Family(_total, "digits"),
+}
+
+
+def is_held_out(family: str, question: str) -> bool:
+    """Whether a question belongs to the held-out split."""
+    return hashlib.sha256(f"{family} {question}".encode()).digest()[0] % HELD_OUT_OF == 0
+
+
+def draw_problem(family: str, held_out: bool, rng: random.Random) -> Problem:
+    """A problem of `family` out of one of the splits."""
+    while True:
+        problem = FAMILIES[family].draw(rng)
+        if is_held_out(family, problem.question) == held_out:
+            return problem
+
+
+def task_row(family: str, problem: Problem, effort: str, number: int) -> dict[str, Any]:
+    """The row of a task file: one question, its reference answer as an assistant message, and how to check."""
+    return {
+        "id": f"{family}-{number}",
+        "family": family,
+        "thinking_effort": effort,
+        "messages": turn(problem, effort),
+        "answer": problem.answer,
+        "check": FAMILIES[family].check,
+    }
+
+
+def turn(problem: Problem, effort: str) -> list[dict[str, Any]]:
+    """Question and answer as messages."""
+    answer = {"role": "assistant", "reasoning": problem.reasoning(effort), "content": problem.answer}
+    return [{"role": "user", "content": problem.question}, answer]
+
+
+def draw_tasks(count: int, held_out: bool, seed: int, families: tuple[str, ...] = tuple(FAMILIES)) -> list[dict]:
+    """`count` different tasks, families in turn and every family's efforts in turn."""
+    rng = random.Random(f"tasks {seed} {held_out}")
+    rows, seen = [], set()
+    for number in range(count):
+        family = families[number % len(families)]
+        effort = EFFORTS[number // len(families) % len(EFFORTS)]
+        problem = draw_problem(family, held_out, rng)
+        for _ in range(1000):  # a family may run out of questions that are new
+            if (problem.question, effort) not in seen:
+                break
+            problem = draw_problem(family, held_out, rng)
+        seen.add((problem.question, effort))
+        rows.append(task_row(family, problem, effort, number))
+    return rows
+
+
+def draw_sessions(
+    count: int, turns: int, seed: int, families: tuple[str, ...] = tuple(FAMILIES), held_out: bool = False
+) -> list[dict]:
+    """`count` conversations of `turns` questions each at one effort: what SFT reads."""
+    rng = random.Random(f"sessions {seed} {held_out}")
+    rows = []
+    for number in range(count):
+        effort = EFFORTS[number % len(EFFORTS)]
+        chosen = [rng.choice(families) for _ in range(turns)]
+        problems = [draw_problem(family, held_out, rng) for family in chosen]
+        messages = [message for problem in problems for message in turn(problem, effort)]
+        rows.append({"id": f"session-{number}", "thinking_effort": effort, "messages": messages})
+    return rows

@@ -1,0 +1,125 @@
+"""Tasks with an answer that a program can check: the form of their files, and the checkers."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from k3train.data.chat.messages import Conversation, conversation_of
+from k3train.data.chat.sources import read_conversation_rows
+from k3train.errors import UserError
+
+Checker = Callable[[str, str], bool]
+
+
+@dataclass(frozen=True)
+class Task:
+    """What is asked, and how the answer is judged.
+
+    `conversation` ends where the assistant has to answer. `check` names one of `CHECKERS`. `family` is the domain that
+    results are grouped by.
+    """
+
+    id: str
+    family: str
+    conversation: Conversation
+    answer: str
+    check: str = "exact"
+
+    @property
+    def effort(self) -> str | None:
+        """How much thinking is asked for."""
+        return self.conversation.effort
+
+    def is_right(self, response: str) -> bool:
+        """Whether `response`, the text of the response channel, is the answer."""
+        return CHECKERS[self.check](response, self.answer)
+
+
+def _words(text: str) -> list[str]:
+    return text.split()
+
+
+def _exact(response: str, answer: str) -> bool:
+    """The same words, however they are spaced."""
+    return _words(response) == _words(answer)
+
+
+def _digits(response: str, answer: str) -> bool:
+    """The same whole number, whether or not its digits stand apart."""
+    joined, wanted = "".join(_words(response)), "".join(_words(answer))
+    return joined.removeprefix("-").isascii() and joined.removeprefix("-").isdigit() and int(joined) == int(wanted)
+
+
+def _number(response: str, answer: str) -> bool:
+    """The same number, to a relative 1e-6."""
+    try:
+        found, wanted = float(response.replace(",", "")), float(answer)
+    except ValueError:
+        return False
+    return abs(found - wanted) <= 1e-6 * max(1.0, abs(wanted))
+
+
+def _caseless(response: str, answer: str) -> bool:
+    """The same words, capitals and a full stop at the end aside."""
+    return _exact(response.casefold().strip().removesuffix("."), answer.casefold().removesuffix("."))
+
+
+def _json(response: str, answer: str) -> bool:
+    """The same JSON value."""
+    try:
+        return json.loads(response) == json.loads(answer)
+    except (ValueError, RecursionError):
+        return False
+
+
+CHECKERS: dict[str, Checker] = {
+    "exact": _exact,
+    "digits": _digits,
+    "number": _number,
+    "caseless": _caseless,
+    "json": _json,
+}
+
+
+def read_tasks(path: str | Path) -> list[Task]:
+    """The tasks of a file (jsonl, parquet or a saved data set), in its order.
+
+    A row is a conversation, as SFT reads it, with `answer` and, where they differ from the defaults, `check` (exact),
+    `family` (all) and `id` (the row's number). Messages from the last assistant's on are left out: they are the
+    reference.
+
+    Raises:
+        UserError: the file cannot be read, or a row is no task.
+    """
+    tasks = [_task(row, source, number) for number, (row, source) in enumerate(read_conversation_rows([str(path)]))]
+    if not tasks:
+        raise UserError(f"{path} holds no tasks; tools/make_tasks.py makes some")
+    return tasks
+
+
+def _task(row: Any, source: str, number: int) -> Task:
+    if not isinstance(row, Mapping) or row.get("answer") is None:
+        raise UserError(f"{source} has no `answer`, so nothing can be checked; a task has one beside its messages")
+    row = dict(row)
+    if row.get("messages") is None and isinstance(row.get("prompt"), str):
+        row["messages"] = [{"role": "user", "content": row["prompt"]}]
+    check = row.get("check") or "exact"
+    if check not in CHECKERS:
+        raise UserError(f"{source}: check is {check!r}; allowed: {', '.join(CHECKERS)}")
+    answer = row["answer"] if isinstance(row["answer"], str) else json.dumps(row["answer"])
+    if check == "digits" and not "".join(_words(answer)).removeprefix("-").isdecimal():
+        raise UserError(f"{source}: answer is {answer!r}, which check=digits cannot compare; give a whole number")
+    if isinstance(row.get("messages"), list):
+        row["messages"] = _before_last_assistant(row["messages"])
+    conversation = conversation_of(row, source)
+    return Task(str(row.get("id") or number), str(row.get("family") or "all"), conversation, answer, check)
+
+
+def _before_last_assistant(messages: Sequence[Any]) -> list[Any]:
+    if messages and isinstance(messages[-1], Mapping) and messages[-1].get("role") == "assistant":
+        return list(messages[:-1])
+    return list(messages)

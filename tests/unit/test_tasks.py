@@ -1,0 +1,125 @@
+"""Made-up tasks: right references, disjoint splits, longer steps at higher efforts; and their checkers."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from k3train.errors import UserError
+from k3train.rollout.families import FAMILIES, draw_problem, draw_sessions, draw_tasks
+from k3train.rollout.tasks import CHECKERS, read_tasks
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def solve(family: str, question: str) -> list[str]:
+    """The answer's words, worked out from the question alone in another way than the families do."""
+    words = question.split()
+    table = dict(re.findall(r"(\w+) \| (\d)", question))
+    if family == "add":
+        left, right = question.removeprefix("add ").split(" and ")
+        return list(str(int(left.replace(" ", "")) + int(right.replace(" ", ""))))
+    if family == "reverse":
+        return words[:0:-1]
+    if family == "pick":
+        return [words[3 + ["first", "second", "third", "fourth"].index(words[0])]]
+    if family == "sort":
+        return sorted(words[1:])
+    if family == "lookup":
+        return [table[words[-1]]]
+    return list(str(int(table[words[-1]]) + int(table[words[-3]])))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_answers_are_right_and_efforts_differ_in_length(family: str) -> None:
+    rng = random.Random(1)
+    for _ in range(100):
+        problem = draw_problem(family, False, rng)
+        assert problem.answer.split() == solve(family, problem.question)
+        low, high, most = (len(problem.reasoning(effort)) for effort in ("low", "high", "max"))
+        assert low == 0 < high < most
+        assert CHECKERS[FAMILIES[family].check](problem.answer, problem.answer)
+        assert not CHECKERS[FAMILIES[family].check](problem.answer + " 1", problem.answer)
+
+
+def test_worked_steps_are_arithmetic_that_holds() -> None:
+    rng = random.Random(2)
+    for family in ("add", "total"):
+        for _ in range(200):
+            for left, right in re.findall(r"([\d +]+) = ([\d ]+)", draw_problem(family, False, rng).reasoning("max")):
+                terms = [int(term.replace(" ", "")) for term in left.split("+")]
+                assert sum(terms) == int(right.replace(" ", ""))
+
+
+def test_splits_never_meet_whatever_the_seed() -> None:
+    def questions(rows: list[dict]) -> set[str]:
+        return {m["content"] for row in rows for m in row["messages"] if m["role"] == "user"}
+
+    held_out = questions(draw_tasks(300, True, seed=1)) | questions(draw_sessions(50, 4, seed=2, held_out=True))
+    training = questions(draw_tasks(600, False, seed=3)) | questions(draw_sessions(300, 4, seed=1))
+    assert len(held_out) > 200
+    assert len(training) > 1000
+    assert not held_out & training
+
+
+def test_the_tool_writes_the_same_files_for_the_same_seed(tmp_path: Path) -> None:
+    made = []
+    for folder, seed in (("a", 3), ("b", 3), ("c", 4)):
+        command = [sys.executable, str(ROOT / "tools" / "make_tasks.py"), "--out", str(tmp_path / folder)]
+        options = ["--conversations", "30", "--tasks", "36", "--held-out", "36", "--seed", str(seed)]
+        subprocess.run(command + options, check=True, capture_output=True, timeout=120)
+        made.append({file.name: file.read_text() for file in sorted((tmp_path / folder).iterdir())})
+    assert made[0] == made[1]
+    assert made[0] != made[2]
+    assert len(made[0]) == 4
+    tasks = read_tasks(tmp_path / "a" / "tasks-held-out.jsonl")
+    assert {task.family for task in tasks} == set(FAMILIES)
+    assert {task.effort for task in tasks} == {"low", "high", "max"}
+    assert all(len(task.conversation.messages) == 1 and task.is_right(task.answer) for task in tasks)
+
+
+@pytest.mark.parametrize(
+    ("check", "response", "answer", "right"),
+    [
+        ("exact", " a  b\n", "a b", True),
+        ("exact", "ab", "a b", False),
+        ("digits", "1 2", "12", True),
+        ("digits", "0 12", "12", True),
+        ("digits", "1 3", "12", False),
+        ("digits", "x", "12", False),
+        ("digits", "-1 2", "-12", True),
+        ("number", "1,000.0", "1000", True),
+        ("number", "1000.1", "1000", False),
+        ("number", "nan", "1", False),
+        ("caseless", "Paris.", "paris", True),
+        ("json", '{"b": 1, "a": 2}', '{"a": 2, "b": 1}', True),
+        ("json", "{", "{}", False),
+    ],
+)
+def test_checkers(check: str, response: str, answer: str, right: bool) -> None:
+    assert CHECKERS[check](response, answer) is right
+
+
+def test_task_files_are_checked(tmp_path: Path) -> None:
+    file = tmp_path / "tasks.jsonl"
+    for row, told in (
+        ({"prompt": "q"}, "has no `answer`"),
+        ({"prompt": "q", "answer": "a", "check": "regex"}, "check is 'regex'; allowed: exact"),
+        ({"prompt": "q", "answer": "a", "check": "digits"}, "give a whole number"),
+        ({"answer": "a"}, "neither `messages`"),
+    ):
+        file.write_text(json.dumps(row) + "\n")
+        with pytest.raises(UserError, match=re.escape(told)):
+            read_tasks(file)
+    file.write_text("\n")
+    with pytest.raises(UserError, match="holds no tasks"):
+        read_tasks(file)
+    file.write_text(json.dumps({"prompt": "q", "answer": 3, "check": "digits", "thinking_effort": "high"}))
+    (task,) = read_tasks(file)
+    assert (task.id, task.family, task.answer, task.effort) == ("0", "all", "3", "high")
