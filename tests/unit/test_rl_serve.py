@@ -230,7 +230,9 @@ class Unreliable(threading.Thread):
         with client, socket.create_connection(self.target) as upstream:
             request = client.recv(1 << 16)
             head, _, body = request.partition(b"\r\n\r\n")
-            length = next((int(x.split(b":")[1]) for x in head.split(b"\r\n") if x.lower().startswith(b"content-len")), 0)
+            length = next(
+                (int(x.split(b":")[1]) for x in head.split(b"\r\n") if x.lower().startswith(b"content-len")), 0
+            )
             while len(body) < length:
                 body += client.recv(1 << 16)
             upstream.sendall(head + b"\r\n\r\n" + body)
