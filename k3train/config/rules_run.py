@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from k3train.config.rules import check_choice, check_range, refuse, value_at
 from k3train.config.rules_optim import check_optim
+from k3train.config.rules_rl import check_rl
 from k3train.config.schema import RecipeConfig
 from k3train.errors import UserError
 
 CHOICES = {
-    "stage.name": ("pretrain",),
+    "stage.name": ("pretrain", "rl"),
     "train.precision": ("fp32", "bf16"),
     "checkpoint.resume": ("auto", "never"),
     "telemetry.wandb.mode": ("auto", "online", "offline", "disabled"),
@@ -50,6 +51,9 @@ def check_run(config: RecipeConfig) -> None:
     if config.run.threads_per_rank is not None:
         check_range(config, "run.threads_per_rank", "null", least=1, most=MOST_THREADS)
     check_optim(config)
+    if config.stage.name == "rl":
+        check_rl(config)
+        return
     _check_corpora(config)
 
 

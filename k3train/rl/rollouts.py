@@ -13,7 +13,7 @@ import random
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from k3train.config.rl import RLConfig
@@ -21,22 +21,12 @@ from k3train.data.chat.parse import Completion
 from k3train.errors import UserError
 from k3train.rl.chat import ChatFormat
 from k3train.rl.environments import Environment, Step, call_all
+from k3train.rl.sources import Source
 from k3train.rl.trajectory import Group, Trajectory
 from k3train.rollout.engine import Engine, Piece, Work
 from k3train.rollout.sampling import SamplingConfig
-from k3train.rollout.tasks import Task
 
 Agree = Callable[[Callable[[], Any]], Any]
-
-
-@dataclass(frozen=True)
-class Source:
-    """Tasks, what answers them, and how long one step may take."""
-
-    tasks: Sequence[Task]
-    environment: Environment
-    weight: float = 1.0
-    seconds: float = 30.0
 
 
 class Rollouts:

@@ -19,9 +19,14 @@ def check_inputs(config: RecipeConfig) -> None:
         UserError: one of them is missing, damaged, or does not belong to the model.
     """
     tokenizer = fitting_tokenizer(config)
-    corpora = [*config.data.train, *(config.data.valid if config.train.eval_samples else [])]
-    for corpus in corpora:
-        check_corpus(corpus.path, tokenizer.vocab_size, tokenizer.sha256, config.train.seq_length)
+    if config.stage.name == "rl":
+        from k3train.rl.sources import check_rl_inputs  # which reads torch
+
+        check_rl_inputs(config, tokenizer)
+    else:
+        corpora = [*config.data.train, *(config.data.valid if config.train.eval_samples else [])]
+        for corpus in corpora:
+            check_corpus(corpus.path, tokenizer.vocab_size, tokenizer.sha256, config.train.seq_length)
     if config.checkpoint.load is not None:
         directory.resolve(config.checkpoint.load)
 

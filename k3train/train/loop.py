@@ -21,7 +21,7 @@ from k3train.parallel.balance import update_router_bias
 from k3train.platform import Platform
 from k3train.telemetry.telemetry import Telemetry
 from k3train.telemetry.timers import PhaseTimers
-from k3train.train import startup
+from k3train.train import hooks, startup
 from k3train.train.metrics import Throughput, balance_metrics, gather_balance, memory_bytes, paths_taken
 from k3train.train.signals import StopFlag, exit_code
 from k3train.train.stage import Batch, Stage
@@ -72,6 +72,7 @@ class Trainer:
         self.held_out: list[dict[str, float]] = []  # evaluations of this process
         self.flag_raised = 0  # the stop signal that all ranks agreed on after the last step
         self.last_saved = self.state.step if self.state.step else -1
+        hooks.attach(stage, self)
 
     def run(self) -> int:
         """The loop."""
@@ -133,6 +134,7 @@ class Trainer:
             "timings": self.timers.collect(),
         }
         interval = train.log_expert_load_interval
+        metrics.update(hooks.step_metrics(self.stage, metrics["step_time"]))
         metrics.update(balance_metrics(balance, with_load=interval > 0 and self._due(interval)))
         self.telemetry.step(metrics)
         self._check_finite(reports["loss"], grad_norm)
@@ -158,6 +160,9 @@ class Trainer:
             raise UserError(f"Run {self.config.run.name}: {text}")
 
     def _evaluate(self) -> None:
+        if (own := hooks.evaluation(self.stage)) is not None:
+            self.telemetry.evaluation({"step": self.state.step, **own})
+            return
         held_out = self.stage.held_out()
         if held_out is None:
             return
@@ -174,6 +179,7 @@ class Trainer:
     def _save(self) -> None:
         if self.last_saved == self.state.step:
             return
+        hooks.save_state(self.stage, self.run_dir, self.state.step)
         started = time.perf_counter()
         root = self.run_dir / "checkpoints"
         try:

@@ -13,7 +13,8 @@ from k3train.data.chat.parse import Completion
 from k3train.errors import UserError
 from k3train.rl.effort import Budgets, tau_at
 from k3train.rl.environments import Environment, Step
-from k3train.rl.rollouts import Rollouts, Source
+from k3train.rl.rollouts import Rollouts
+from k3train.rl.sources import Source
 from k3train.rollout.engine import Key, Piece, Work
 from k3train.rollout.tasks import Task
 

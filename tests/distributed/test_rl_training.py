@@ -1,0 +1,135 @@
+"""Reinforcement learning through the whole loop: exact continuation, layouts, both engines, what is measured."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rl_run import make_tasks, rl_recipe, train_rl
+from small_run import lines
+
+CLOCKS = ("rollout_seconds", "rollout_tokens_per_second")
+PARTIAL = {"rl__rollout__finish_fraction": 0.4, "rl__rollout__prompts": 3, "train__global_batch_size": 12}
+
+
+@pytest.fixture(scope="module")
+def tasks(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tasks(tmp_path_factory.mktemp("tasks"))
+
+
+def steps(run_dir: Path) -> list[dict[str, Any]]:
+    found = lines(run_dir, "train")
+    for line in found:
+        line.pop("trainer_tokens_per_second")
+        line["rollout"] = {k: v for k, v in line["rollout"].items() if k not in CLOCKS}
+    return found
+
+
+@pytest.fixture(scope="module")
+def clean(pool: Any, tasks: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict]:
+    """An undisturbed run with partial rollouts on one rank."""
+    run_dir = tmp_path_factory.mktemp("clean")
+    ((code, parameters),) = pool.run(train_rl, 1, rl_recipe(tasks, run_dir, **PARTIAL))
+    assert code == 0, code
+    return run_dir, parameters
+
+
+def test_what_is_measured(clean: tuple[Path, dict]) -> None:
+    """Rollout and trainer agree on fresh tokens at every step; later steps train on tokens of older policies too."""
+    run_dir, _ = clean
+    found = steps(run_dir)
+    assert [line["step"] for line in found] == [1, 2, 3, 4]
+    for line in found:
+        assert abs(line["rollout_kl"]) < 1e-9
+        assert line["rollout_logprob_difference"] < 1e-5
+        assert line["sampled_entropy"] > 3
+        assert line["grad_norm"] > 0
+    assert found[0]["staleness"] == 0
+    assert max(line["staleness_max"] for line in found) >= 1
+    stale = [line for line in found if line["staleness"] > 0]
+    assert all(line["policy_kl"] > 10 * abs(line["rollout_kl"]) for line in stale)
+    assert sum(line["rollout"]["paused"] for line in found) > 0
+    assert sum(line["rollout"]["resumed"] for line in found) > 0
+    rows = [json.loads(line) for line in (run_dir / "samples.jsonl").read_text().splitlines()]
+    assert {"prompt", "response", "reward", "answer"} <= rows[0].keys()
+
+
+def test_an_interrupted_run_continues_bit_for_bit(
+    pool: Any, tasks: Path, clean: tuple[Path, dict], tmp_path: Path
+) -> None:
+    """Stopped while samples are in flight: every number, every later sample and the weights are the same."""
+    run_dir, parameters = clean
+    recipe = rl_recipe(tasks, tmp_path, **PARTIAL)
+    ((code, _),) = pool.run(train_rl, 1, recipe, 2)
+    assert code == 128 + 15
+    [saved] = (tmp_path / "stage_state").glob("step_*.json")
+    in_flight = json.loads(saved.read_text())["rollouts"]["groups"]
+    assert any(s["tokens"] and s["finish"] is None for g in in_flight for s in g["samples"])
+    ((code, resumed),) = pool.run(train_rl, 1, recipe)
+    assert code == 0, code
+    assert steps(tmp_path) == steps(run_dir)
+    assert lines(tmp_path, "eval") == lines(run_dir, "eval")
+    assert all(torch.equal(resumed[name], parameters[name]) for name in parameters)
+
+
+def test_a_missing_state_is_named(pool: Any, tasks: Path, tmp_path: Path) -> None:
+    recipe = rl_recipe(tasks, tmp_path, **PARTIAL)
+    assert pool.run(train_rl, 1, recipe, 1)[0][0] == 128 + 15
+    [saved] = (tmp_path / "stage_state").glob("step_*.json")
+    saved.unlink()
+    ((message, _),) = pool.run(train_rl, 1, recipe)
+    assert str(saved) in message
+
+
+LAYOUTS = {
+    "dp2": (2, {}),
+    "tp2": (2, {"parallel__tensor": 2}),
+    "ep2": (2, {"parallel__expert": 2}),
+    "tp2_ep2": (4, {"parallel__tensor": 2, "parallel__expert": 2}),
+}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_layouts_give_the_same_numbers(
+    pool: Any, tasks: Path, clean: tuple[Path, dict], tmp_path: Path, name: str
+) -> None:
+    """The same samples, rewards, losses and gradients, with generation in the trainer's own layout."""
+    world_size, changes = LAYOUTS[name]
+    results = pool.run(train_rl, world_size, rl_recipe(tasks, tmp_path, **PARTIAL, **changes))
+    assert [code for code, _ in results] == [0] * world_size, results[0][0]
+    for ours, one_rank in zip(steps(tmp_path), steps(clean[0]), strict=True):
+        assert ours["trained_tokens"] == one_rank["trained_tokens"]
+        assert ours["reward"] == one_rank["reward"]
+        assert ours["loss"] == pytest.approx(one_rank["loss"], rel=1e-4, abs=1e-6)
+        assert ours["grad_norm"] == pytest.approx(one_rank["grad_norm"], rel=1e-3)
+        assert abs(ours["rollout_kl"]) < 1e-9
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"rl__environments": []}, "rl.environments= names no tasks"),
+        ({"rl__rollout__samples": 1}, "rl.rollout.samples=1"),
+        ({"train__global_batch_size": 4}, "prompts * rl.rollout.samples = 8"),
+        ({"rl__objective": {"clip_low": 1.5}}, "do not lie around 1"),
+        ({"rl__objective": {"surrogate": "trpo"}}, "rl.objective.surrogate=trpo does not exist"),
+        ({"rl__rollout__finish_fraction": 0.0}, "rl.rollout.finish_fraction=0"),
+        ({"rl__rollout__engine": "openai"}, "rl.rollout.url"),
+        ({"rl__families": ["nothing"]}, "no task of rl.families=['nothing']"),
+        ({"rl__efforts": ["medium"]}, "has medium, which does not exist"),
+        ({"rl__environments": [{"tasks": "nowhere.jsonl"}]}, "nowhere.jsonl"),
+        ({"rl__effort": {"enabled": True, "stages": [{"step": 3}]}}, "rl.effort.stages"),
+        ({"train__seq_length": 24}, "leaves none of train.seq_length=24"),
+        ({"model__mtp": {"num_layers": 1}}, "model.mtp.num_layers=1"),
+    ],
+)
+def test_wrong_recipes_get_one_sentence(
+    pool: Any, tasks: Path, tmp_path: Path, changes: dict[str, Any], words: str
+) -> None:
+    ((message, _),) = pool.run(train_rl, 1, rl_recipe(tasks, tmp_path, **changes))
+    assert isinstance(message, str)
+    assert words in message, message
+    assert "\n" not in message
