@@ -71,7 +71,7 @@ class RolloutConfig:
 class EnvironmentConfig:
     """A source of tasks with what answers and rewards them."""
 
-    name: str = "single"  # single | python | module:Class of your own
+    name: str = "single"  # single | python | judge | module:Class of your own
     tasks: str = "???"  # file of training tasks (tools/make_tasks.py; docs/rl.md)
     weight: float = 1.0  # share of prompts
     # What counts, by weight: answer | format | unit_tests | noise. The reward is the weighted sum.

@@ -120,7 +120,7 @@ def make_environment(config: EnvironmentConfig) -> Environment:
     Raises:
         UserError: it does not exist, or does not take these options.
     """
-    kind = KINDS.get(config.name) or _own(config.name)
+    kind = KINDS.get(config.name) or _own({"judge": "k3train.rl.judge:JudgedEnvironment"}.get(config.name, config.name))
     try:
         return kind(weighted(config.rewards), **config.options)
     except TypeError as error:
@@ -129,9 +129,8 @@ def make_environment(config: EnvironmentConfig) -> Environment:
 
 def _own(name: str) -> type[Environment]:
     module, _, attribute = name.partition(":")
-    allowed = (
-        f"allowed: {', '.join(KINDS)}, or module:Class of your own, derived from {Environment.__module__}.Environment"
-    )
+    base = f"{Environment.__module__}.Environment"
+    allowed = f"allowed: {', '.join(KINDS)}, judge, or module:Class of your own, derived from {base}"
     if not module or not attribute:
         raise UserError(f"rl.environments: {name} does not exist; {allowed}")
     try:

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections import defaultdict
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from k3train.rl.rollouts import Rollouts
 from k3train.rl.trajectory import Group, Trajectory
-
-SAMPLES_FILE = "samples.jsonl"
 
 
 def _mean(values: Sequence[float]) -> float | None:
@@ -76,9 +72,3 @@ def _row(rollouts: Rollouts, group: Group, sample: Trajectory, step: int) -> dic
         "finish": sample.finish,
         "versions": [min(sample.versions, default=0), max(sample.versions, default=0)],
     }
-
-
-def write_samples(run_dir: Path, rows: Sequence[dict[str, Any]]) -> None:
-    """Add rows to the run's `samples.jsonl`."""
-    with (run_dir / SAMPLES_FILE).open("a", encoding="utf-8") as file:
-        file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)

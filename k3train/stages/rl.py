@@ -21,6 +21,7 @@ from k3train.rl.effort import Budgets
 from k3train.rl.objective import distillation_advantages, kl_estimate, policy_terms
 from k3train.rl.rollouts import Rollouts
 from k3train.rl.sources import fingerprint, make_sources, wanted
+from k3train.rl.teachers import Teachers
 from k3train.rl.trajectory import Group
 from k3train.rollout.client import CompletionClient
 from k3train.rollout.engine import Work
@@ -58,6 +59,7 @@ class RLStage:
             wanted(read_tasks(self.rl.eval_tasks), self.rl)[: self.rl.eval_limit] if self.rl.eval_tasks else []
         )
         self._trainer: Any = None
+        self._teachers: Teachers | None = None
         self._groups: list[Group] = []
         self._version = 0
         self._rows = 0
@@ -71,6 +73,8 @@ class RLStage:
         self._trainer = trainer
         self._model = trainer.models[0].module
         rollout = self.rl.rollout
+        if self.rl.objective.signal == "mopd":
+            self._teachers = Teachers(self.config, self.rollouts, trainer.here.device)
         if rollout.engine == "local":
             self.engine: LocalEngine | SharedEngine = LocalEngine(
                 self._model,
@@ -120,16 +124,13 @@ class RLStage:
 
     def _batches(self, groups: list[Group], version: int) -> list[Batch]:
         config = self.config
-        teacher = self._teacher_scores(groups) if self.rl.objective.signal == "mopd" else None
+        teacher = None if self._teachers is None else self._teachers.scores(groups)
         made = examples(groups, self.rl.objective, version, teacher)
         rank, ranks = parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
         micro = config.train.micro_batch_size
         batch = pack(made, config.train.seq_length, micro * ranks, self.tokenizer.pad)
         self._rows = len(batch["tokens"])
         return micro_batches(batch, micro, rank, ranks)
-
-    def _teacher_scores(self, groups: list[Group]) -> dict[tuple[int, int], list[float]]:
-        raise UserError("rl.objective.signal=mopd is not there yet; try rl.objective.signal=outcome")
 
     def loss(self, losses: TokenLosses) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
         """The objective summed over sampled tokens, their number, and what is reported of them."""
@@ -169,7 +170,7 @@ class RLStage:
         interval = self.config.train.eval_interval
         if dist.get_rank() == 0 and (interval == 0 or self._version % interval == 0):
             rows = report.sample_rows(self.rollouts, self._groups, self._version + 1)
-            report.write_samples(self._trainer.run_dir, rows)
+            self._trainer.telemetry.table("samples", self._version + 1, rows)
         return {
             **report.group_metrics(self._groups, self._version),
             "trained_tokens": trained,

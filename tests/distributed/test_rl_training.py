@@ -12,7 +12,13 @@ from rl_run import make_tasks, rl_recipe, train_rl
 from small_run import lines
 
 CLOCKS = ("rollout_seconds", "rollout_tokens_per_second")
-PARTIAL = {"rl__rollout__finish_fraction": 0.4, "rl__rollout__prompts": 3, "train__global_batch_size": 12}
+# Fewer rows than samples in flight: an untrained model ends hardly any text early, so that all would finish together.
+PARTIAL = {
+    "rl__rollout__finish_fraction": 0.4,
+    "rl__rollout__prompts": 3,
+    "rl__rollout__max_rows": 5,
+    "train__global_batch_size": 12,
+}
 
 
 @pytest.fixture(scope="module")
@@ -84,6 +90,29 @@ def test_a_missing_state_is_named(pool: Any, tasks: Path, tmp_path: Path) -> Non
     assert str(saved) in message
 
 
+def test_distillation_from_teachers(pool: Any, tasks: Path, clean: tuple[Path, dict], tmp_path: Path) -> None:
+    """A teacher that is the student gives no signal on fresh tokens; others, by domain, do, in the dense reward."""
+    start = str(clean[0])
+    mopd = {"signal": "mopd", "regularizer": 0.0, "clip_high": 1e6, "clip_low": 1e-6}
+    common = {"rl__objective": mopd, "train__steps": 1, "checkpoint__load": start}
+    own = rl_recipe(tasks, tmp_path / "own", **common, rl__teachers=[{"checkpoint": start}])
+    ((code, _),) = pool.run(train_rl, 1, own)
+    assert code == 0, code
+    [line] = steps(tmp_path / "own")
+    assert line["advantage_abs"] < 1e-5
+    assert abs(line["loss"]) < 1e-5
+    other = rl_recipe(tasks, tmp_path / "init", train__seed=7, train__steps=1)
+    assert pool.run(train_rl, 1, other)[0][0] == 0
+    teachers = [{"checkpoint": start, "family": "say"}, {"checkpoint": str(tmp_path / "init"), "family": "user"}]
+    for families, signal in ((["say"], False), (["user"], True)):
+        run_dir = tmp_path / families[0]
+        recipe = rl_recipe(tasks, run_dir, **common, rl__teachers=teachers, rl__families=families)
+        assert pool.run(train_rl, 1, recipe)[0][0] == 0
+        assert (steps(run_dir)[0]["advantage_abs"] > 1e-2) is signal
+    ((message, _),) = pool.run(train_rl, 1, rl_recipe(tasks, tmp_path / "x", **common, rl__teachers=teachers[:1]))
+    assert "rl.teachers has none for family=user" in message
+
+
 LAYOUTS = {
     "dp2": (2, {}),
     "tp2": (2, {"parallel__tensor": 2}),
@@ -111,7 +140,7 @@ def test_layouts_give_the_same_numbers(
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"rl__environments": []}, "rl.environments= names no tasks"),
+        ({"rl__environments": []}, "rl.environments=[] names no tasks"),
         ({"rl__rollout__samples": 1}, "rl.rollout.samples=1"),
         ({"train__global_batch_size": 4}, "prompts * rl.rollout.samples = 8"),
         ({"rl__objective": {"clip_low": 1.5}}, "do not lie around 1"),
