@@ -55,6 +55,8 @@ class RolloutConfig:
     # Whether a paused sample keeps its KDA states and latents, which then stem from older weights; else they are
     # computed anew.
     keep_states: bool = False
+    # Whether training sends each token to the experts that it went to in the rollout. Local engine only.
+    replay_experts: bool = False
     url: str | None = None  # of the server, for openai: http://HOST:PORT
     model: str | None = None  # the name it serves; null: its first
     concurrency: int = 32  # requests at a time

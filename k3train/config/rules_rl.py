@@ -143,6 +143,9 @@ def _check_batch(config: RecipeConfig) -> None:
 def _check_engine(config: RecipeConfig) -> None:
     rollout, parallel = config.rl.rollout, config.parallel
     if rollout.engine == "openai":
+        if rollout.replay_experts:
+            why = "needs the experts of each token, which servers do not tell"
+            raise refuse(config, "rl.rollout.replay_experts", why, "false", "rl.rollout.replay_experts=false")
         if not rollout.url:
             raise refuse(
                 config, "rl.rollout.url", "names no server", "http://HOST:PORT", "rl.rollout.url=http://127.0.0.1:8000"

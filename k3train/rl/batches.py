@@ -53,6 +53,8 @@ def examples(
             response["teacher"] = torch.tensor(teacher[group.uid, number])
         values = {k: torch.cat([torch.zeros(before), v.float()]) * _spread(own, before) for k, v in response.items()}
         out.append({"tokens": text[:-1], "labels": text[1:], **values})
+        if sample.experts is not None:
+            out[-1]["routing"] = sample.experts[: len(text) - 1]
     return out
 
 
@@ -91,12 +93,17 @@ def pack(
     batch["labels"] = torch.full((len(rows), length), pad_token, dtype=torch.long)
     batch["document_ids"] = torch.zeros(len(rows), length, dtype=torch.int32)
     batch["padding"] = torch.ones(len(rows), length, dtype=torch.bool)
+    routed = next((sample["routing"] for sample in samples if "routing" in sample), None)
+    if routed is not None:
+        batch["routing"] = torch.full((len(rows), length, *routed.shape[1:]), -1, dtype=torch.int16)
     for r, row in enumerate(rows):
         at = 0
         for number, sample in enumerate(row):
             stop = at + len(sample["tokens"])
             for name in ("tokens", "labels", *names):
                 batch[name][r, at:stop] = sample[name]
+            if "routing" in sample:
+                batch["routing"][r, at : at + len(sample["routing"])] = sample["routing"]
             batch["document_ids"][r, at:stop] = number
             batch["padding"][r, at:stop] = False
             at = stop

@@ -170,6 +170,8 @@ class Rollouts:
         ended = []
         for piece in pieces:
             group, sample = index[piece.key]
+            if piece.experts is not None:
+                sample.note_experts(piece.experts, len(group.prompt) + len(sample.tokens))
             if piece.token is not None:
                 sample.push(piece.token, piece.logprob, piece.version)
             if piece.finish == "failed":

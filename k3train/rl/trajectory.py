@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import base64
+import copy
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
+
+import numpy as np
+import torch
 
 ENVIRONMENT = -1  # the version of tokens that no policy drew
 
@@ -27,6 +32,14 @@ class Trajectory:
     error: str | None = None
     info: dict[str, float] = field(default_factory=dict)
     over_budget: bool = False
+    # Of prompt and tokens, as far as computed: the experts that each position went to, int16 [n, MoE layers, top_k].
+    experts: torch.Tensor | None = None
+
+    def note_experts(self, experts: torch.Tensor, positions: int) -> None:
+        """Add the experts of the positions up to `positions`. Those that are known stay: their token was drawn then."""
+        known = 0 if self.experts is None else len(self.experts)
+        new = experts[len(experts) - (positions - known) :]
+        self.experts = new if self.experts is None else torch.cat([self.experts, new])
 
     @property
     def drawn(self) -> int:
@@ -84,11 +97,23 @@ class Group:
         return min((s.oldest for s in self.samples if s.oldest is not None), default=None)
 
     def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
+        """As JSON has it; the experts of a sample are base64 of little-endian int16."""
+        plain = {**vars(self), "samples": []}
+        for sample in self.samples:
+            entry = {**vars(sample)}
+            if sample.experts is not None:
+                data = base64.b64encode(sample.experts.numpy().astype("<i2").tobytes()).decode()
+                entry["experts"] = {"shape": list(sample.experts.shape), "data": data}
+            plain["samples"].append(copy.deepcopy(entry))
+        return plain
 
     @staticmethod
     def from_dict(saved: dict[str, Any]) -> Group:
-        samples = [
-            Trajectory(**{**sample, "turns": [tuple(turn) for turn in sample["turns"]]}) for sample in saved["samples"]
-        ]
+        samples = []
+        for sample in saved["samples"]:
+            trajectory = Trajectory(**{**sample, "turns": [tuple(turn) for turn in sample["turns"]]})
+            if sample["experts"] is not None:
+                flat = np.frombuffer(base64.b64decode(sample["experts"]["data"]), dtype="<i2").astype(np.int16)
+                trajectory.experts = torch.from_numpy(flat.reshape(sample["experts"]["shape"]))
+            samples.append(trajectory)
         return Group(**{**saved, "samples": samples})

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+import torch
+
 from k3train.rollout.sampling import SamplingConfig
 
 Key = tuple[int, int]  # group, sample
@@ -40,7 +42,8 @@ class Piece:
     version: int
     finish: str | None = None
     error: str | None = None
-    experts: object | None = None  # what the routers chose for the token's position, where an engine records it
+    # Where an engine records them: the experts of the positions computed since the last token, int16 [n, layers, k].
+    experts: torch.Tensor | None = None
 
 
 class Engine(Protocol):

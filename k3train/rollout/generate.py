@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -14,6 +15,7 @@ from k3train.errors import UserError
 from k3train.model.model import K3Model
 from k3train.model.packing import Packing
 from k3train.model.state import PAGE_SIZE, SequenceStates
+from k3train.rollout.experts import ExpertRecorder
 from k3train.rollout.sampling import Choice, SamplingConfig, choose, stream
 
 MAX_ROWS = 32
@@ -49,6 +51,8 @@ class Sampled:
     logprob: float  # under the model: temperature 1, whole vocabulary, nats
     sampling_logprob: float  # under the distribution it was drawn from
     finish: str | None = None
+    # Where experts are recorded: of the positions computed since the last token, int16 [n, MoE layers, top_k].
+    experts: torch.Tensor | None = None
 
 
 @dataclass
@@ -58,6 +62,7 @@ class _Prefilled:
     request: int
     row: int
     logits: torch.Tensor
+    experts: torch.Tensor | None = None
     started: int = 0
 
 
@@ -69,6 +74,7 @@ class _Running:
     sample: int
     row: int
     generator: torch.Generator
+    experts: torch.Tensor | None = None
     token: int = -1
     produced: int = 0
 
@@ -94,6 +100,7 @@ class BatchGenerator:
     page_size: int = PAGE_SIZE
     group: dist.ProcessGroup | None = None
     requests: list[Request] = field(default_factory=list)
+    record_experts: bool = False
     kept: dict[tuple[int, int], int] = field(default_factory=dict)  # of (request, sample): the row that holds it
 
     def __post_init__(self) -> None:
@@ -106,6 +113,7 @@ class BatchGenerator:
         self._prefilled: deque[_Prefilled] = deque()
         self._running: list[_Running] = []
         self._cancelled: set[tuple[int, int]] = set()
+        self._recorder = ExpertRecorder(self.model) if self.record_experts else None
 
     def submit(self, request: Request) -> int:
         """Queue a request; returns its number.
@@ -145,6 +153,8 @@ class BatchGenerator:
         rows = {number: self.requests[number].row for number in self._waiting}
         self._running, self._prefilled, self._waiting = [], deque(), deque()
         self._cancelled.clear()
+        if self._recorder is not None:
+            self._recorder.clear()
         return {number: row for number, row in rows.items() if row is not None}
 
     def forget(self) -> None:
@@ -176,6 +186,8 @@ class BatchGenerator:
         if self._running:
             rows = [r.row for r in self._running]
             logits = self._forward(rows, [[r.token] for r in self._running])
+            for r in self._running:
+                r.experts = self._experts_of(r.row)
             new += self._sample(self._running, logits)
         while len(self._running) < self.max_rows and (self._prefilled or self._waiting):
             if not self._prefilled:
@@ -213,7 +225,9 @@ class BatchGenerator:
                 if not left[row]:
                     done[row] = last.clone()
                     del left[row]
-        self._prefilled += [_Prefilled(number, row, done[row]) for row, number in zip(rows, numbers)]
+        self._prefilled += [
+            _Prefilled(number, row, done[row], self._experts_of(row)) for row, number in zip(rows, numbers)
+        ]
 
     def _start(self) -> tuple[list[_Running], torch.Tensor]:
         """Rows for the next samples of prefilled prompts; the last sample of a prompt takes the prompt's own row."""
@@ -231,7 +245,7 @@ class BatchGenerator:
                     request.first_sample + prompt.started,
                     request.drawn,
                 )
-                started.append(_Running(prompt.request, prompt.started, row, generator))
+                started.append(_Running(prompt.request, prompt.started, row, generator, prompt.experts))
                 logits.append(prompt.logits)
                 prompt.started += 1
             if last:
@@ -249,7 +263,8 @@ class BatchGenerator:
             finish = "stop" if r.token in request.stop else None
             if finish is None and r.produced >= request.sampling.max_new_tokens:
                 finish = "length"
-            new.append(Sampled(r.request, r.sample, r.token, logprob, drawn, finish))
+            new.append(Sampled(r.request, r.sample, r.token, logprob, drawn, finish, r.experts))
+            r.experts = None
             if finish is None:
                 going_on.append(r)
             elif request.keep:
@@ -278,7 +293,15 @@ class BatchGenerator:
         packing = Packing.whole_rows(1, ids.shape[1], self.device)
         if filler:
             packing.padding = torch.arange(ids.shape[1], device=self.device).unsqueeze(0) >= len(flat)
-        return self.model(ids, packing, states=view, logits_at=view.cu_seqlens[1:] - 1)[0].float()
+        with self._recorder or contextlib.nullcontext():
+            logits = self.model(ids, packing, states=view, logits_at=view.cu_seqlens[1:] - 1)[0].float()
+        if self._recorder is not None:
+            self._recorder.file(list(rows), view.counts)
+        return logits
+
+    def _experts_of(self, row: int) -> torch.Tensor | None:
+        """What was recorded of a row since the last time."""
+        return None if self._recorder is None else self._recorder.take(row)
 
 
 def check_tokens(tokens: Sequence[int], vocab_size: int, source: str) -> None:

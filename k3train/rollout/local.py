@@ -26,6 +26,7 @@ class LocalEngine:
         keep_states: whether states outlive a pause. They then stem from older weights than the tokens after them; the
             log-probabilities reported are those really drawn from all the same.
         prefill_tokens: at most so many in one forward pass.
+        record_experts: whether pieces say which experts their tokens went to.
     """
 
     def __init__(
@@ -36,11 +37,14 @@ class LocalEngine:
         max_rows: int = MAX_ROWS,
         keep_states: bool = False,
         prefill_tokens: int = PREFILL_TOKENS,
+        record_experts: bool = False,
     ) -> None:
         self.version = 0
         self.keep_states = keep_states
         self._model = model
-        self._generator = BatchGenerator(model, vocab_size, max_rows, prefill_tokens, group=group)
+        self._generator = BatchGenerator(
+            model, vocab_size, max_rows, prefill_tokens, group=group, record_experts=record_experts
+        )
         self._keys: dict[tuple[int, int], Key] = {}  # of (request, sample)
         self._held: dict[Key, int] = {}  # rows of samples that wait to go on
         self._counters = {"prefilled_tokens": 0.0, "generated_tokens": 0.0, "kept_states": 0.0, "failures": 0.0}
@@ -112,7 +116,7 @@ class LocalEngine:
 
     def _piece(self, new: Sampled) -> Piece:
         key = self._keys[new.request, new.sample]
-        return Piece(key, new.token, new.logprob, self.version, new.finish)
+        return Piece(key, new.token, new.logprob, self.version, new.finish, experts=new.experts)
 
     def _row_of(self, work: Work) -> int | None:
         """The row that holds the beginning of this context, if there is one."""

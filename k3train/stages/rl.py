@@ -82,6 +82,7 @@ class RLStage:
                 dist.group.WORLD,
                 rollout.max_rows,
                 rollout.keep_states,
+                record_experts=rollout.replay_experts,
             )
         else:
             self.engine = SharedEngine(self._connect)

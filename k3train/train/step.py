@@ -82,7 +82,7 @@ class StepRunner:
     def _prepare(self, batch: Batch) -> tuple[Batch, Packing]:
         """The batch on the device, cut to this context-parallel rank's part of every row."""
         batch = {key: value.to(self.device) for key, value in batch.items()}
-        packing = Packing(batch["document_ids"], batch.get("padding"))
+        packing = Packing(batch["document_ids"], batch.get("padding"), routing=batch.get("routing"))
         size = self.config.context_parallel_size
         if size == 1:
             return batch, packing

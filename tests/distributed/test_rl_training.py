@@ -113,6 +113,22 @@ def test_distillation_from_teachers(pool: Any, tasks: Path, clean: tuple[Path, d
     assert "rl.teachers has none for family=user" in message
 
 
+def test_experts_of_the_rollout_are_replayed(pool: Any, tasks: Path, tmp_path: Path) -> None:
+    """In bf16, with two tensor-parallel ranks: replayed, both sides agree better than where each chooses; the same
+    samples are drawn, for replaying changes nothing before the first step."""
+    differences = {}
+    for replay in (False, True):
+        run_dir = tmp_path / str(replay)
+        changes = {"train__precision": "bf16", "train__steps": 1, "parallel__tensor": 2}
+        results = pool.run(train_rl, 2, rl_recipe(tasks, run_dir, **changes, rl__rollout__replay_experts=replay))
+        assert [code for code, _ in results] == [0, 0], results
+        [line] = steps(run_dir)
+        differences[replay] = line
+    assert differences[True]["trained_tokens"] == differences[False]["trained_tokens"]
+    assert differences[True]["reward"] == differences[False]["reward"]
+    assert differences[True]["rollout_logprob_difference"] < differences[False]["rollout_logprob_difference"]
+
+
 LAYOUTS = {
     "dp2": (2, {}),
     "tp2": (2, {"parallel__tensor": 2}),
