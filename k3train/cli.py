@@ -84,6 +84,12 @@ def _reading_arguments(parser: argparse.ArgumentParser) -> None:
         help="reference: every operation in the published code's order, slow (default auto: the fast ones)",
     )
     parser.add_argument(
+        "--quant",
+        choices=["as-trained", "k3", "none"],
+        default="as-trained",
+        help="rounding of experts' weights and inputs: as in training (default), K3's (MXFP4 and MXFP8), or none",
+    )
+    parser.add_argument(
         "layout",
         nargs="*",
         metavar="parallel.KEY=N",
@@ -110,6 +116,7 @@ def _serve_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _inspect_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("directory", metavar="DIR", help="a run, or a checkpoint")
+    parser.add_argument("--verify", action="store_true", help="read every byte and compare the stored hashes")
 
 
 def _import_arguments(parser: argparse.ArgumentParser) -> None:
@@ -121,7 +128,7 @@ def _import_arguments(parser: argparse.ArgumentParser) -> None:
 def _export_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--checkpoint", required=True, metavar="DIR", help="a checkpoint, or a run's checkpoints")
     parser.add_argument("--hf", required=True, metavar="DIR", help="the folder to make")
-    parser.add_argument("--experts", choices=["mxfp4", "bf16"], help="routed experts (default: as imported, else bf16)")
+    parser.add_argument("--experts", choices=["mxfp4", "bf16"], help="routed experts (default: as imported or trained)")
     parser.add_argument("--like", metavar="CKPT", help="imported checkpoint whose files to take along, or none")
     parser.add_argument("--max-shard-gb", type=float, default=5.0, help="size of new safetensors files (%(default)s)")
     parser.add_argument("overrides", nargs="*", metavar="parallel.KEY=VALUE", help="a layout; its ranks do the work")

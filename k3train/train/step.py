@@ -13,6 +13,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 from k3train.config.schema import TrainConfig
+from k3train.model.experts import weights_changed
 from k3train.model.mtp import mtp_targets
 from k3train.model.packing import Packing
 from k3train.model.transformer_config import K3TransformerConfig
@@ -67,6 +68,9 @@ class StepRunner:
         # One shared `Packing` per micro-batch, so that virtual stages build its attention mask once.
         feed = [self._prepare(batch) for batch in batches]
         iterators = [iter(feed) for _ in self.models]
+        # Quantized copies of the weights serve this run's micro-batches and no others: an optimizer or a checkpoint
+        # may have written to the weights since, and afterwards the copies would only take memory.
+        weights_changed(self.models)
         reported = self._schedule(
             forward_step_func=self._forward_step,
             data_iterator=iterators if len(self.models) > 1 else iterators[0],
@@ -77,6 +81,7 @@ class StepRunner:
             forward_only=forward_only,
             **self._pipeline([batch for batch, _ in feed]),
         )
+        weights_changed(self.models)
         return self._pool(reported)
 
     def _prepare(self, batch: Batch) -> tuple[Batch, Packing]:

@@ -71,7 +71,7 @@ def test_an_interrupted_run_continues_bit_for_bit(
     recipe = rl_recipe(tasks, tmp_path, **PARTIAL)
     ((code, _),) = pool.run(train_rl, 1, recipe, 2)
     assert code == 128 + 15
-    [saved] = (tmp_path / "stage_state").glob("step_*.json")
+    [saved] = (tmp_path / "checkpoints").glob("step_*/stage.json")
     in_flight = json.loads(saved.read_text())["rollouts"]["groups"]
     assert any(s["tokens"] and s["finish"] is None for g in in_flight for s in g["samples"])
     ((code, resumed),) = pool.run(train_rl, 1, recipe)
@@ -84,10 +84,11 @@ def test_an_interrupted_run_continues_bit_for_bit(
 def test_a_missing_state_is_named(pool: Any, tasks: Path, tmp_path: Path) -> None:
     recipe = rl_recipe(tasks, tmp_path, **PARTIAL)
     assert pool.run(train_rl, 1, recipe, 1)[0][0] == 128 + 15
-    [saved] = (tmp_path / "stage_state").glob("step_*.json")
+    [saved] = (tmp_path / "checkpoints").glob("step_*/stage.json")
     saved.unlink()
     ((message, _),) = pool.run(train_rl, 1, recipe)
-    assert str(saved) in message
+    assert isinstance(message, str)
+    assert "stage.json" in message
 
 
 def test_distillation_from_teachers(pool: Any, tasks: Path, clean: tuple[Path, dict], tmp_path: Path) -> None:
