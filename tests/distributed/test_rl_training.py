@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -128,6 +129,50 @@ def test_experts_of_the_rollout_are_replayed(pool: Any, tasks: Path, tmp_path: P
     assert differences[True]["trained_tokens"] == differences[False]["trained_tokens"]
     assert differences[True]["reward"] == differences[False]["reward"]
     assert differences[True]["rollout_logprob_difference"] < differences[False]["rollout_logprob_difference"]
+
+
+@pytest.fixture
+def server(tasks: Path, tmp_path: Path, single_rank: None) -> Iterator[Any]:
+    """A completion server in this process, with the run's architecture and other weights."""
+    from k3train.config.load import recipe_from_dict
+    from k3train.data.tokenizer import load_tokenizer
+    from k3train.model.build import build_chunks
+    from k3train.rollout.serve import CompletionServer
+    from k3train.rollout.serve_model import ModelThread
+
+    config = recipe_from_dict(rl_recipe(tasks, tmp_path, train__seed=99))
+    (model,), _ = build_chunks(config)
+    worker = ModelThread(model.eval(), load_tokenizer(tasks / "tokenizer"), frozenset(), allow_updates=True)
+    running = CompletionServer(("127.0.0.1", 0), worker, "policy").start()
+    yield running
+    running.close()
+
+
+@pytest.mark.parametrize("refresh", ["in_place", "disk"])
+def test_rollouts_from_a_server(pool: Any, tasks: Path, tmp_path: Path, server: Any, refresh: str) -> None:
+    """Its weights are replaced before every step: the run is the one that the local engine makes, to rounding.
+
+    On disk they are bf16, so the two sides differ by that, measurably.
+    """
+    ranks = 1 if refresh == "in_place" else 2
+    changes = {"train__steps": 2, "train__eval_interval": 0}
+    if ranks == 2:
+        changes["parallel__expert"] = 2
+    local = rl_recipe(tasks, tmp_path / "local", **changes)
+    assert {code for code, _ in pool.run(train_rl, ranks, local)} == {0}
+    recipe = rl_recipe(tasks, tmp_path / "remote", **changes)
+    recipe["rl"]["rollout"] |= {"engine": "openai", "url": server.url, "refresh": refresh}
+    results = pool.run(train_rl, ranks, recipe)
+    assert {code for code, _ in results} == {0}, results
+    assert server.worker.version == 2
+    for ours, inside in zip(steps(tmp_path / "remote"), steps(tmp_path / "local"), strict=True):
+        if refresh == "in_place":
+            assert ours["loss"] == pytest.approx(inside["loss"], rel=1e-4, abs=1e-6)
+            assert (ours["reward"], ours["trained_tokens"]) == (inside["reward"], inside["trained_tokens"])
+            assert abs(ours["rollout_kl"]) < 1e-9
+        else:
+            assert 1e-12 < ours["rollout_kl"] < 1e-2
+        assert ours["rollout"]["failures"] == 0
 
 
 LAYOUTS = {

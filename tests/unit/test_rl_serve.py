@@ -342,6 +342,34 @@ def test_bad_updates_change_nothing(server: Any) -> None:
         server.worker.allow_updates = True
 
 
+def test_the_command(folder: Path, tokenizer: Any, _cpu_rank: None, capfd: pytest.CaptureFixture[str]) -> None:
+    """`k3train serve` from a checkpoint says where it listens, answers, and ends on SIGTERM with code 0."""
+    import signal
+    import subprocess
+    import sys
+
+    from k3train import cli
+
+    checkpoint = save_weights(folder / "served", recipe(), [build()], folder / "tokenizer")
+    command = [sys.executable, "-m", "k3train", "serve", "--checkpoint", str(checkpoint), "--port", "0"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as child:
+        try:
+            said = child.stdout.readline()
+            assert said.startswith(f"serving {checkpoint} as k3train at http://127.0.0.1:")
+            at = type("At", (), {"url": said.split()[-1]})
+            status, answer = ask(at, {"prompt": "ka mo", "max_tokens": 3, "ignore_eos": True})
+            assert (status, answer["usage"]["completion_tokens"]) == (200, 3)
+            assert ask(at, b"{}", "/update_weights_from_disk")[0] == 403
+            with socket.create_server(("127.0.0.1", 0)) as taken:
+                port = str(taken.getsockname()[1])
+                assert cli.main(["serve", "--checkpoint", str(checkpoint), "--port", port]) == 2
+            assert "cannot be listened on" in capfd.readouterr().err
+            child.send_signal(signal.SIGTERM)
+            assert child.wait(timeout=60) == 0
+        finally:
+            child.kill()
+
+
 def test_an_address_without_a_server(server: Any) -> None:
     from k3train.errors import UserError
     from k3train.rollout.client import CompletionClient
