@@ -342,7 +342,7 @@ def test_bad_updates_change_nothing(server: Any) -> None:
         server.worker.allow_updates = True
 
 
-def test_the_command(folder: Path, tokenizer: Any, _cpu_rank: None, capfd: pytest.CaptureFixture[str]) -> None:
+def test_the_command(folder: Path, server: Any, capfd: pytest.CaptureFixture[str]) -> None:
     """`k3train serve` from a checkpoint says where it listens, answers, and ends on SIGTERM with code 0."""
     import signal
     import subprocess
