@@ -105,6 +105,15 @@ def _score_arguments(parser: argparse.ArgumentParser) -> None:
     _reading_arguments(parser)
 
 
+def _serve_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--checkpoint", required=True, metavar="DIR", help="a checkpoint, or a run's checkpoints")
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default %(default)s)")
+    parser.add_argument("--port", type=int, default=8000, help="default %(default)s; 0 takes a free one and says which")
+    parser.add_argument("--model-name", default="k3train", help="what clients call it (default %(default)s)")
+    parser.add_argument("--batch-size", type=int, default=32, metavar="N", help="samples at a time (default 32)")
+    parser.add_argument("--allow-updates", action="store_true", help="let clients replace the weights")
+
+
 def _inspect_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("directory", metavar="DIR", help="a run, or a checkpoint")
     parser.add_argument("--verify", action="store_true", help="read every byte and compare the stored hashes")
@@ -167,6 +176,7 @@ VERBS: dict[str, tuple[str, str, Callable[[argparse.ArgumentParser], None]]] = {
     "score": ("log-probabilities of given tokens", "k3train.rollout.score_cli", _score_arguments),
     "eval": ("exact match, pass@k and perplexity", "k3train.rollout.eval_cli", _eval_arguments),
     "show-data": ("conversations, and what is trained on", "k3train.data.chat.show", _show_data_arguments),
+    "serve": ("answer completion requests over HTTP", "k3train.rollout.serve_cli", _serve_arguments),
     "import": ("make a checkpoint of a Hugging Face folder", "k3train.hf.import_cli", _import_arguments),
     "export": ("make a Hugging Face folder of a checkpoint", "k3train.hf.export_cli", _export_arguments),
     "convert": ("a checkpoint from one engine to the other", "k3train.engine.convert", _convert_arguments),

@@ -20,7 +20,7 @@ from k3train.parallel.balance import update_router_bias
 from k3train.platform import Platform
 from k3train.telemetry.telemetry import Telemetry
 from k3train.telemetry.timers import PhaseTimers
-from k3train.train import startup
+from k3train.train import hooks, startup
 from k3train.train.engine import build_engine
 from k3train.train.metrics import Throughput, balance_metrics, gather_balance, memory_bytes
 from k3train.train.quantization import tell_quantization
@@ -70,6 +70,7 @@ class Trainer:
         self.saver = startup.open_saver(config, run_dir, self.telemetry, engine, stage.fingerprint, self.state.step)
         self.held_out: list[dict[str, float]] = []  # evaluations of this process
         self.flag_raised = 0  # the stop signal that all ranks agreed on after the last step
+        hooks.attach(stage, self, self.origin.path)
 
     def run(self) -> int:
         """The loop."""
@@ -133,6 +134,7 @@ class Trainer:
             "timings": self.timers.collect(),
         }
         interval = train.log_expert_load_interval
+        metrics.update(hooks.step_metrics(self.stage, metrics["step_time"]))
         metrics.update(balance_metrics(balance, with_load=interval > 0 and self._due(interval)))
         self.telemetry.step(metrics)
         self._check_finite(reports["loss"], grad_norm)
@@ -159,6 +161,9 @@ class Trainer:
             raise UserError(f"Run {self.config.run.name}: {text}")
 
     def _evaluate(self) -> None:
+        if (own := hooks.evaluation(self.stage)) is not None:
+            self.telemetry.evaluation({"step": self.state.step, **own})
+            return
         held_out = self.stage.held_out()
         if held_out is None:
             return
@@ -177,6 +182,6 @@ class Trainer:
         last = self.state.step == self.config.train.steps or bool(self.flag_raised)
         with self.timers.phase("checkpoint"):
             if last or self.saver.is_due(self.state.step):
-                self.saver.save(self.state, self.guards, last=last)
+                self.saver.save(self.state, self.guards, last=last, stage=hooks.state_of(self.stage))
             else:
                 self.saver.poll()
