@@ -9,9 +9,10 @@ from pathlib import Path
 
 import yaml
 
-from k3train.checkpoint import directory, health
+from k3train.checkpoint import directory, engines, health
 from k3train.checkpoint.state import train_state
 from k3train.config.load import recipe_from_dict
+from k3train.config.quant import policy_in_force
 from k3train.errors import UserError
 from k3train.telemetry.metrics_log import read_metrics
 
@@ -73,6 +74,8 @@ def _print_checkpoint(path: Path, verify: bool) -> list[str]:
     print(f"checkpoint  {path}")
     print(f"progress    step {state.step}, {state.tokens:,} tokens, {state.consumed_samples:,} sequences")
     print(f"model       {model.name}: {model.num_layers} layers, hidden {model.hidden_size}")
+    if quant := policy_in_force(config.quant, config.stage.name):
+        print(f"quantized   experts trained with {quant.describe()}")
     print(
         f"written as  TP{parallel.tensor} x PP{parallel.pipeline} x VPP{parallel.virtual_pipeline}, "
         f"CP{parallel.context}, EP{parallel.expert} (any other layout can load it)"
@@ -101,8 +104,12 @@ def _print_checkpoint(path: Path, verify: bool) -> list[str]:
 def _tensors(path: Path) -> tuple[int, list[str]]:
     """Number of stored tensors, or why they cannot be counted."""
     from k3train.checkpoint.table import read_table
+    from k3train.checkpoint.whole import SavedTensors
 
     try:
+        engine = directory.read_marker(path).get(engines.KEY)
+        if engine is not None:
+            return len(SavedTensors(path, engine["files"])), []
         return len(read_table(path).state_dict_metadata), []
     except UserError as error:
         return 0, [str(error)]
