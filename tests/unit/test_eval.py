@@ -81,10 +81,10 @@ def test_answers_are_judged_by_their_response_and_form(folder: Path) -> None:
     answers = answer_tasks(Scripted(script), encoder, tasks, SamplingConfig(), frozenset(), samples=3)
     assert [(a.task, a.sample) for a in answers] == [(t.id, s) for t in tasks for s in range(3)]
     for task, (first, cut, other) in zip(tasks, itertools.batched(answers, 3), strict=True):
-        assert (first.right, first.complete, first.response) == (True, True, task.answer)
+        assert (first.right, first.complete, first.response.strip()) == (True, True, task.answer)
         assert first.thinking == task.reference.messages[-1]["reasoning"]
         assert (cut.right, cut.complete) == (False, False)
-        assert (other.right, other.complete) == (other.response == task.answer, True)
+        assert (other.right, other.complete) == (other.response.strip() == task.answer, True)
     figures = summarize(answers, [1, 3])
     rights = sum(answer.right for answer in answers)
     assert figures["all"]["exact_match"] == rights / 36
