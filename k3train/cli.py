@@ -84,6 +84,12 @@ def _reading_arguments(parser: argparse.ArgumentParser) -> None:
         help="reference: every operation in the published code's order, slow (default auto: the fast ones)",
     )
     parser.add_argument(
+        "--quant",
+        choices=["as-trained", "k3", "none"],
+        default="as-trained",
+        help="rounding of experts' weights and inputs: as in training (default), K3's (MXFP4 and MXFP8), or none",
+    )
+    parser.add_argument(
         "layout",
         nargs="*",
         metavar="parallel.KEY=N",
@@ -99,8 +105,18 @@ def _score_arguments(parser: argparse.ArgumentParser) -> None:
     _reading_arguments(parser)
 
 
+def _serve_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--checkpoint", required=True, metavar="DIR", help="a checkpoint, or a run's checkpoints")
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default %(default)s)")
+    parser.add_argument("--port", type=int, default=8000, help="default %(default)s; 0 takes a free one and says which")
+    parser.add_argument("--model-name", default="k3train", help="what clients call it (default %(default)s)")
+    parser.add_argument("--batch-size", type=int, default=32, metavar="N", help="samples at a time (default 32)")
+    parser.add_argument("--allow-updates", action="store_true", help="let clients replace the weights")
+
+
 def _inspect_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("directory", metavar="DIR", help="a run, or a checkpoint")
+    parser.add_argument("--verify", action="store_true", help="read every byte and compare the stored hashes")
 
 
 def _show_data_arguments(parser: argparse.ArgumentParser) -> None:
@@ -143,10 +159,15 @@ def _import_arguments(parser: argparse.ArgumentParser) -> None:
 def _export_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--checkpoint", required=True, metavar="DIR", help="a checkpoint, or a run's checkpoints")
     parser.add_argument("--hf", required=True, metavar="DIR", help="the folder to make")
-    parser.add_argument("--experts", choices=["mxfp4", "bf16"], help="routed experts (default: as imported, else bf16)")
+    parser.add_argument("--experts", choices=["mxfp4", "bf16"], help="routed experts (default: as imported or trained)")
     parser.add_argument("--like", metavar="CKPT", help="imported checkpoint whose files to take along, or none")
     parser.add_argument("--max-shard-gb", type=float, default=5.0, help="size of new safetensors files (%(default)s)")
     parser.add_argument("overrides", nargs="*", metavar="parallel.KEY=VALUE", help="a layout; its ranks do the work")
+
+
+def _convert_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("checkpoint", metavar="CKPT", help="a checkpoint, or a run's newest")
+    parser.add_argument("run_dir", metavar="RUN_DIR", help="the run directory to make, for the other engine")
 
 
 # verb: (what it does, the module whose run(args) does it, its arguments)
@@ -155,8 +176,10 @@ VERBS: dict[str, tuple[str, str, Callable[[argparse.ArgumentParser], None]]] = {
     "score": ("log-probabilities of given tokens", "k3train.rollout.score_cli", _score_arguments),
     "eval": ("exact match, pass@k and perplexity", "k3train.rollout.eval_cli", _eval_arguments),
     "show-data": ("conversations, and what is trained on", "k3train.data.chat.show", _show_data_arguments),
+    "serve": ("answer completion requests over HTTP", "k3train.rollout.serve_cli", _serve_arguments),
     "import": ("make a checkpoint of a Hugging Face folder", "k3train.hf.import_cli", _import_arguments),
     "export": ("make a Hugging Face folder of a checkpoint", "k3train.hf.export_cli", _export_arguments),
+    "convert": ("a checkpoint from one engine to the other", "k3train.engine.convert", _convert_arguments),
     "inspect": ("step, tokens, layout, sizes and health", "k3train.checkpoint.inspect", _inspect_arguments),
 }
 

@@ -5,7 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from k3train.config.deepspeed import DeepSpeedConfig
 from k3train.config.model import ModelConfig
+from k3train.config.quant import QuantConfig
+from k3train.config.rl import RLConfig
 from k3train.config.sft import SftConfig
 
 
@@ -144,6 +147,11 @@ class CheckpointConfig:
 
     interval: int = 100  # steps; 0: only at the end
     keep_last: int = 2  # older ones are pruned after a newer one is committed; 0 keeps all
+    keep_every: int = 0  # those after a multiple of this many steps are never pruned; 0: none
+    milestones: list[int] = field(default_factory=list)  # steps that are saved, and never pruned
+    async_save: bool = False  # training goes on while a checkpoint is written, from a copy in memory
+    async_busy: str = "wait"  # a save while another is being written: wait (for it) | skip (this one, with a word)
+    verify: bool = False  # hash every file of the checkpoint to continue from; sizes are always checked
     resume: str = "auto"  # auto: continue this run directory's newest checkpoint | never
     load: str | None = None  # start from the weights of this checkpoint (a fresh run)
 
@@ -180,13 +188,17 @@ class RecipeConfig:
     """A whole recipe."""
 
     recipe_name: str = "custom"
+    engine: str = "megatron"  # whose loop trains: megatron | deepspeed (data parallel alone, ZeRO; docs/deepspeed.md)
     run: RunConfig = field(default_factory=RunConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    deepspeed: DeepSpeedConfig = field(default_factory=DeepSpeedConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
+    quant: QuantConfig = field(default_factory=QuantConfig)
     data: DataConfig = field(default_factory=DataConfig)
     stage: StageConfig = field(default_factory=StageConfig)
     sft: SftConfig = field(default_factory=SftConfig)
+    rl: RLConfig = field(default_factory=RLConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     telemetry: TelemetryConfig = field(default_factory=TelemetryConfig)

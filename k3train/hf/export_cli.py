@@ -9,10 +9,12 @@ from typing import Any
 
 from k3train.checkpoint import directory
 from k3train.config.load import recipe_from_dict
+from k3train.config.quant import policy_in_force
 from k3train.config.schema import RecipeConfig
 from k3train.config.validate import resolve_world_size
 from k3train.errors import UserError
 from k3train.hf.import_cli import lay_out
+from k3train.hf.quant_policy import KEY
 from k3train.hf.target import check_target
 
 GB = 10**9
@@ -47,7 +49,8 @@ def run(args: argparse.Namespace) -> int:
         if source is not None:
             source.check_model(config.model, checkpoint)
         tensors = TensorReader(checkpoint)
-        job = plan_job(checkpoint, tensors, config.model, source, args.experts, round(args.max_shard_gb * GB))
+        quant = policy_in_force(config.quant, config.stage.name)
+        job = plan_job(checkpoint, tensors, config.model, source, args.experts, round(args.max_shard_gb * GB), quant)
     if here.rank == 0:
         _tell_start(config, checkpoint, source, tensors, job)
     count = run_export(checkpoint, out, tensors, job)
@@ -66,6 +69,12 @@ def _tell_start(config: RecipeConfig, checkpoint: Path, source: Any, tensors: An
         print(f"files, dtypes and scales are those of {source.checkpoint}, which the run started from")
     else:
         print(f"{checkpoint} was imported: files, dtypes and scales are those it came with")
+    if quant := policy_in_force(config.quant, config.stage.name):
+        print(f"trained with {quant.describe()}, which config.json says under {KEY}")
+        packed = any(name.endswith("weight_packed") for file in job.files for name, _, _ in file.tensors)
+        if packed != (quant.weights == "mxfp4") or (packed and not quant.is_published_format):
+            stored = "MXFP4" if packed else "unrounded"
+            print(f"warning: all experts' weights are stored {stored}, which is not what the training's products saw")
     left_out = [key for key in tensors if key.startswith("mtp.")]
     if left_out:
         print(f"{len(left_out)} tensors of multi-token prediction stay behind: the published layout has none")

@@ -19,11 +19,13 @@ import torch.distributed as dist
 
 from k3train.checkpoint import directory
 from k3train.config.model import ModelConfig
+from k3train.config.quant import QuantConfig
 from k3train.errors import UserError
 from k3train.hf.files_plan import OutFile, entries_of, new_files, verbatim_files
 from k3train.hf.mapping import Part, packed_names, published_parts, weights_of
 from k3train.hf.names import K3_PREFIX, other_spelling
 from k3train.hf.progress import Progress
+from k3train.hf.quant_policy import with_policy
 from k3train.hf.safetensors_files import DTYPES, INDEX, Entry, Reader, Writer
 from k3train.hf.source import Source
 from k3train.hf.target import check_target, claimed, partial_of
@@ -54,6 +56,7 @@ class Job:
     content: dict[str, Any] | None  # of config.json; None: the source's own file
     source: Source | None
     is_verbatim: bool
+    scale_rule: str = "round_up"  # of quantized experts: the one that they were trained with
 
 
 def plan_job(
@@ -63,8 +66,9 @@ def plan_job(
     source: Source | None,
     experts: str | None,
     shard_bytes: int,
+    quant: QuantConfig | None = None,
 ) -> Job:
-    """Decide names, dtypes and files.
+    """Decide names, dtypes and files. `quant` is the policy that the checkpoint was trained with, if any.
 
     Raises:
         UserError: the checkpoint lacks a tensor or has another shape, or experts cannot be quantized.
@@ -82,7 +86,10 @@ def plan_job(
                 f"{checkpoint}: tensor {weight.key} is {list(stored) if stored else 'missing'}; expected"
                 f" {list(weight.shape)} as {origin} it"
             )
+    if experts is None and quant and quant.is_published_format:
+        experts = "mxfp4"  # the model that was trained
     packed = source.packed if source and experts is None else experts == "mxfp4"
+    rule = quant.weight_scale if quant and quant.weights == "mxfp4" else "round_up"
     if packed:
         _check_blocks(parts)
     carried = source.carried() if source else {}
@@ -92,13 +99,14 @@ def plan_job(
     if verbatim:
         files = verbatim_files(source)
         _check_kept(source, files, {*parts, *carried})
-        return Job(parts, files, carried, None, source, True)
+        content = with_policy(source.config.content, quant)
+        return Job(parts, files, carried, None if content == source.config.content else content, source, True, rule)
     files = new_files(entries_of(parts, source, carried, packed), shard_bytes)
     if source:
         content = with_quantization(source.config, packed)
     else:
         content = new_config(model, packed, "bfloat16", _token_ids(checkpoint))
-    return Job(parts, files, carried, content, source, False)
+    return Job(parts, files, carried, with_policy(content, quant), source, False, rule)
 
 
 def _check_kept(source: Source, files: list[OutFile], wanted: set[str]) -> None:
@@ -246,7 +254,7 @@ class _Content:
         if self._scales is not None and weight.scale_key in self._scales:
             hints = self._scales.read(weight.scale_key, *part.box).view(part.matrix[0], -1)
         try:
-            codes, scales = encode(values, hints)
+            codes, scales = encode(values, hints, self._job.scale_rule)
         except ValueError as error:
             raise UserError(
                 f"{self._checkpoint}: {weight.key}, published as {name}, has {error}; export an earlier checkpoint"

@@ -12,6 +12,7 @@ from k3train.config.schema import DataConfig, ParallelConfig, RecipeConfig, RunC
 from k3train.config.validate import resolve_world_size, validate_model
 from k3train.errors import UserError
 from k3train.hf.config import HFConfig, read_config
+from k3train.hf.quant_policy import policy_of
 from k3train.hf.target import check_target
 
 
@@ -33,6 +34,7 @@ def _prepare(args: argparse.Namespace) -> tuple[RecipeConfig, HFConfig]:
         recipe_name="imported",
         run=RunConfig(name=source.model.name, dir=str(out), device="cpu"),
         model=source.model,
+        quant=policy_of(source.content, Path(args.hf) / "config.json"),
         data=DataConfig(tokenizer=str(out / "tokenizer")),
         train=TrainConfig(precision="bf16"),  # fp32 where the tensors turn out to be
     )

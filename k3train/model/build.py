@@ -6,6 +6,7 @@ import torch
 from megatron.core import parallel_state, tensor_parallel
 
 from k3train.config.implementation import resolve_transformer_impl
+from k3train.config.quant import policy_in_force
 from k3train.config.schema import ParallelConfig, RecipeConfig
 from k3train.model.init import init_weights
 from k3train.model.model import K3Model
@@ -63,6 +64,7 @@ def build_chunks(
         config.stage.moves_router_bias,
         resolve_transformer_impl(config.parallel.transformer_impl, kind, config.train.precision),
     )
+    transformer_config.quant = policy_in_force(config.quant, config.stage.name)
     if kind == "cuda":
         # Transformer Engine's layers and recomputation draw from Megatron-Core's tracked generators.
         tensor_parallel.model_parallel_cuda_manual_seed(config.train.seed)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from megatron.core.transformer.module import MegatronModule
 from k3train.model.ffn import gated_activation
 from k3train.model.transformer_config import K3TransformerConfig
 from k3train.parallel.regions import mark_sharded
+from k3train.quant.fake import FakeQuant
 
 
 class LatentExperts(MegatronModule):
@@ -43,28 +45,44 @@ class LatentExperts(MegatronModule):
             # Gradients are reduced over the ranks that hold the same experts; in every layout, so that experts have
             # an optimizer of their own in every layout and checkpoints fit any other.
             weight.allreduce = False
+        self.fake_quant: FakeQuant | None = None
+        if config.quant is not None:
+            self.fake_quant = FakeQuant(config.quant, "cpu" if config.use_cpu_initialization else "cuda")
 
     def forward(
         self, dispatched: torch.Tensor, tokens_per_expert: torch.Tensor, weights: torch.Tensor
     ) -> tuple[torch.Tensor, None]:
         """Tokens [t, latent] sorted by expert, counts [E_local], router weights [t]; returns [t, latent]."""
-        w13 = self.w13.flatten(1, 2)
+        w13, w2 = self._weight("w13", self.w13).flatten(1, 2), self._weight("w2", self.w2)
+        dispatched = self._input("w13", dispatched)
         if use_grouped_matmul(dispatched, self.w13.shape[-1], self.w2.shape[-1]):
             offsets = tokens_per_expert.to(dispatched.device).cumsum(0).to(torch.int32)
             fused = torch.nn.functional.grouped_mm(dispatched, w13.transpose(1, 2), offs=offsets)
-            out = torch.nn.functional.grouped_mm(self._activate(fused, weights), self.w2.transpose(1, 2), offs=offsets)
+            hidden = self._input("w2", self._activate(fused, weights))
+            out = torch.nn.functional.grouped_mm(hidden, w2.transpose(1, 2), offs=offsets)
         else:
             counts = tokens_per_expert.tolist()
             # Training visits idle experts as well, so that the weights have a gradient whatever was routed.
             idle_too = torch.is_grad_enabled() or not any(counts)
             experts = [e for e, count in enumerate(counts) if count or idle_too]
-            sizes, into, back = [counts[e] for e in experts], w13.unbind(0), self.w2.unbind(0)
+            sizes, into, back = [counts[e] for e in experts], w13.unbind(0), w2.unbind(0)
             fused = torch.cat([x @ into[e].t() for x, e in zip(dispatched.split(sizes), experts)])
-            hidden = self._activate(fused, weights).split(sizes)
+            hidden = self._input("w2", self._activate(fused, weights)).split(sizes)
             out = torch.cat([h @ back[e].t() for h, e in zip(hidden, experts)])
         if self.weights_after_w2:
             out = (out.float() * weights.unsqueeze(-1)).to(out.dtype)
         return out, None
+
+    def _weight(self, name: str, weight: torch.Tensor) -> torch.Tensor:
+        return weight if self.fake_quant is None else self.fake_quant.weight(name, weight)
+
+    def _input(self, name: str, values: torch.Tensor) -> torch.Tensor:
+        return values if self.fake_quant is None else self.fake_quant.input(name, values)
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        if self.fake_quant is not None:
+            self.fake_quant.forget()
+        super()._load_from_state_dict(*args, **kwargs)
 
     def _activate(self, fused: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         gate, up = fused.chunk(2, dim=-1)
@@ -82,6 +100,14 @@ class LatentExperts(MegatronModule):
             prefix + name: ShardedTensor.from_rank_offsets(prefix + name, weight, expert, width, replica_id=replica)
             for name, weight in (("w13", self.w13), ("w2", self.w2))
         }
+
+
+def weights_changed(chunks: Sequence[torch.nn.Module]) -> None:
+    """Experts round their weights anew at their next forward. To be called when an optimizer has written to them."""
+    for chunk in chunks:
+        for module in chunk.modules():
+            if isinstance(module, LatentExperts) and module.fake_quant is not None:
+                module.fake_quant.forget()
 
 
 def use_grouped_matmul(tokens: torch.Tensor, latent: int, width: int) -> bool:

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from k3train.config.model import ModelConfig
+from k3train.config.quant import QuantConfig
 from k3train.config.schema import ParallelConfig
 from k3train.parallel.traffic import PipelineTraffic
 
@@ -23,6 +24,7 @@ class K3TransformerConfig(TransformerConfig):
 
     k3: ModelConfig = field(default_factory=ModelConfig)
     update_router_bias: bool = True
+    quant: QuantConfig | None = None  # how routed experts are rounded in training; None: not at all
     spec: K3Submodules | None = None  # the layers K3 is built from; None: those that `transformer_impl` names
     pipeline_traffic: PipelineTraffic | None = None  # what crosses the stage boundaries; set with the layout
 

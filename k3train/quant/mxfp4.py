@@ -7,11 +7,10 @@ Format: OCP Microscaling Formats v1.0, sections 5.3.3 (E2M1) and 5.4.1 (E8M0); p
 from __future__ import annotations
 
 import torch
+from k3kernels.mx import BLOCK, E2M1, block_scales, pack_pairs
+from k3kernels.mx.formats import NAN_SCALE
 
-BLOCK = 32  # neighbours along the last dimension that share a scale
-NAN_SCALE = 255  # E8M0's NaN
 MAX_SCALE = 254
-ZERO_BLOCK_SCALE = 127  # written for blocks of zeros, whose scale nothing decides: 2^0
 
 _MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _SIGN = 8
@@ -25,16 +24,6 @@ _PAIRS = _PAIRS.to(torch.bfloat16).view(torch.int32).flatten()
 _EXPONENTS = torch.arange(MAX_SCALE + 1, dtype=torch.float64) - 127
 _SCALES = (2.0**_EXPONENTS).float()  # 2^-127 is a subnormal of fp32 and bf16, and exact
 _INVERSE_SCALES = (2.0**-_EXPONENTS).float()
-
-
-def pack_codes(codes: torch.Tensor) -> torch.Tensor:
-    """Codes [..., n] uint8 in 0..15 to bytes [..., n / 2]; the even column is the low nibble."""
-    return codes[..., 0::2] | (codes[..., 1::2] << 4)
-
-
-def unpack_codes(packed: torch.Tensor) -> torch.Tensor:
-    """Bytes [..., n / 2] to codes [..., n] uint8 in 0..15."""
-    return torch.stack([packed & 0xF, packed >> 4], dim=-1).flatten(-2)
 
 
 def decode(packed: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
@@ -57,22 +46,19 @@ def decode(packed: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype = torc
     return values
 
 
-def round_up_scales(values: torch.Tensor) -> torch.Tensor:
-    """Scale bytes [..., n / 32]: the smallest power of two under which no value of a block exceeds 6, 2^⌈log2(amax/6)⌉.
+def scales_of(values: torch.Tensor, rule: str = "round_up") -> torch.Tensor:
+    """Scale bytes [..., n / 32] of values by a rule of `k3kernels.mx`; 127 for blocks of zeros.
 
-    This is the rule that the released weights show (nothing is clipped; about a fifth of their blocks could also be
-    stored one exponent lower).
+    round_up, 2^⌈log2(amax/6)⌉, is the rule that the released weights show (nothing is clipped; about a fifth of their
+    blocks could also be stored one exponent lower).
 
     Raises:
         ValueError: a value is not finite; the message says where.
     """
-    amax = values.detach().float().unflatten(-1, (-1, BLOCK)).abs().amax(-1)
-    if not amax.isfinite().all():
-        place = tuple((~amax.isfinite()).nonzero()[0].tolist())
-        raise ValueError(f"a value that is not finite in block {place}")
-    mantissa, exponent = torch.frexp(amax)  # amax = mantissa * 2^exponent with mantissa in [1/2, 1); 6 = 3/4 * 2^3
-    power = exponent - 3 + (mantissa > 0.75).int()
-    return torch.where(amax > 0, power.clamp(-127, 127) + 127, ZERO_BLOCK_SCALE).to(torch.uint8)
+    scales = block_scales(values.detach().float().unflatten(-1, (-1, BLOCK)), E2M1, rule)
+    if (bad := (scales == NAN_SCALE).nonzero()).numel():
+        raise ValueError(f"a value that is not finite in block {tuple(bad[0].tolist())}")
+    return scales
 
 
 def codes_of(values: torch.Tensor, scales: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -93,12 +79,14 @@ def codes_of(values: torch.Tensor, scales: torch.Tensor) -> tuple[torch.Tensor, 
     return codes.to(torch.uint8).add_(torch.signbit(scaled), alpha=_SIGN).flatten(-2), exact
 
 
-def encode(values: torch.Tensor, hints: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+def encode(
+    values: torch.Tensor, hints: torch.Tensor | None = None, rule: str = "round_up"
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Bytes [m, n / 2] and scale bytes [m, n / 32] of `values` [m, n].
 
     Under a given scale a value has one code, but a block may be exact under several scales, and the values do not
     tell which of them it was stored with. `hints` [m, n / 32] are scale bytes to keep wherever they reproduce their
-    block exactly; other blocks get `round_up_scales`.
+    block exactly; other blocks get `scales_of` by the rule.
 
     Raises:
         ValueError: a value is not finite, or n is not a multiple of 32.
@@ -109,17 +97,17 @@ def encode(values: torch.Tensor, hints: torch.Tensor | None = None) -> tuple[tor
     parts = []
     for start in range(0, values.shape[0], rows):
         hint = None if hints is None else hints[start : start + rows]
-        parts.append(_encode_rows(values[start : start + rows].float(), hint))
+        parts.append(_encode_rows(values[start : start + rows].float(), hint, rule))
     return torch.cat([codes for codes, _ in parts]), torch.cat([scales for _, scales in parts])
 
 
-def _encode_rows(values: torch.Tensor, hints: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+def _encode_rows(values: torch.Tensor, hints: torch.Tensor | None, rule: str) -> tuple[torch.Tensor, torch.Tensor]:
     if hints is None:
-        scales = round_up_scales(values)
-        return pack_codes(codes_of(values, scales)[0]), scales
+        scales = scales_of(values, rule)
+        return pack_pairs(codes_of(values, scales)[0]), scales
     codes, exact = codes_of(values, hints.clamp(max=MAX_SCALE))
     exact &= hints != NAN_SCALE
     if exact.all():
-        return pack_codes(codes), hints.clone()
-    scales = torch.where(exact, hints, round_up_scales(values))
-    return pack_codes(codes_of(values, scales)[0]), scales
+        return pack_pairs(codes), hints.clone()
+    scales = torch.where(exact, hints, scales_of(values, rule))
+    return pack_pairs(codes_of(values, scales)[0]), scales

@@ -191,7 +191,7 @@ def run(args: argparse.Namespace) -> int:
             f" {MOST_SAMPLES} in all; start it several times, with another --seed"
         )
     tokenizer, ends = tokenizer_of(args.checkpoint)
-    restored = restore(args.checkpoint, layout=args.layout, command="generate", kernels=args.kernels)
+    restored = restore(args.checkpoint, layout=args.layout, command="generate", kernels=args.kernels, quant=args.quant)
     stop = frozenset() if args.ignore_eos else ends
     generator = BatchGenerator(
         restored.model,

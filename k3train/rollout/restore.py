@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,16 +13,20 @@ from pathlib import Path
 import torch
 
 from k3train import platform
-from k3train.checkpoint import directory, store
+from k3train.checkpoint import directory
 from k3train.config.load import recipe_from_dict
+from k3train.config.quant import QuantConfig, policy_in_force, said_change
 from k3train.config.rules_parallel import check_parallel, data_parallel_size, least_world_size
+from k3train.config.rules_quant import check_blocks
 from k3train.config.schema import ParallelConfig, RecipeConfig
 from k3train.data.tokenizer import Tokenizer, load_tokenizer
+from k3train.engine.weights import fill
 from k3train.errors import UserError
 from k3train.model.build import build_chunks, start_model_parallel
 from k3train.model.model import K3Model
 
 LAYOUT_KEYS = ("tensor", "expert", "expert_tensor")
+QUANT_CHOICES = ("as-trained", "k3", "none")
 
 
 @dataclass
@@ -118,12 +124,32 @@ def _check_layout(config: RecipeConfig, command: str) -> None:
     check_parallel(config, world_size)
 
 
+def _choose_quant(config: RecipeConfig, quant: str, path: Path) -> str | None:
+    """Set the policy that the model is run with, and return what there is to say of it.
+
+    Raises:
+        UserError: blocks do not fit the model or the layout.
+    """
+    trained = policy_in_force(config.quant, config.stage.name)
+    chosen = trained
+    if quant != "as-trained":
+        chosen = QuantConfig(enabled=True) if quant == "k3" else None
+    config.quant = QuantConfig()
+    if chosen is not None:
+        config.quant = dataclasses.replace(chosen, enabled=True, skip_stages=[], backend="auto")
+        check_blocks(config)
+    if change := said_change(trained, chosen, str(path), "runs here"):
+        return f"warning: {change}"
+    return f"{path}: experts run with {chosen.describe()}, as they were trained" if chosen else None
+
+
 def restore(
     checkpoint: str | Path,
     device: str = "auto",
     layout: Sequence[str] = (),
     command: str = "generate",
     kernels: str = "auto",
+    quant: str = "as-trained",
 ) -> Restored:
     """Load the weights of a checkpoint (or of the newest one of a run), without its multi-token prediction layer.
 
@@ -133,6 +159,7 @@ def restore(
         layout: words like `parallel.tensor=2`, for as many ranks as were started.
         command: the verb, for messages.
         kernels: auto, or reference (slow): the published code's order of operations (see `ModelConfig.kernels`).
+        quant: as-trained; k3 (MXFP4 weights and MXFP8 inputs of routed experts, as K3 is served); or none.
 
     Raises:
         UserError: it is no checkpoint, is damaged, or the layout does not fit the model or the ranks.
@@ -143,10 +170,13 @@ def restore(
     # Where the weights were trained says nothing about where they are read.
     config.model.kda.backend, config.model.kernels = "auto", kernels
     config.model.mtp.num_layers = 0
+    said = _choose_quant(config, quant, path)
     _check_layout(config, command)
     # torch's own number of threads: all cores, or what OMP_NUM_THREADS says.
     here = platform.start(device, torch.get_num_threads() if least_world_size(parallel) == 1 else None)
+    if said and here.rank == 0:
+        print(f"k3train: {said}", file=sys.stderr)
     start_model_parallel(config.parallel)
     (model,), _ = build_chunks(config, here.device, init=False)
-    store.load_model(path, [model])
+    fill(model, path)
     return Restored(model.eval(), config, path, here.device, here.rank)

@@ -124,7 +124,7 @@ def run(args: argparse.Namespace) -> int:
     tokens = read_tokens(Path(args.tokens))
     vocab_size = recipe_of(args.checkpoint)[1].model.vocab_size
     check_tokens(tokens.flatten().tolist(), vocab_size, f"--tokens {args.tokens}")
-    restored = restore(args.checkpoint, layout=args.layout, command="score", kernels=args.kernels)
+    restored = restore(args.checkpoint, layout=args.layout, command="score", kernels=args.kernels, quant=args.quant)
     rows, logits_rows = [], []
     for row in tokens.to(restored.device):
         log_probs, logits = score_row(restored.model, row, args.logits)

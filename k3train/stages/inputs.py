@@ -21,6 +21,17 @@ def check_inputs(config: RecipeConfig) -> None:
         UserError: one of them is missing, damaged, or does not belong to the model.
     """
     tokenizer = fitting_tokenizer(config)
+    if config.stage.name == "rl":
+        from k3train.rl.sources import check_rl_inputs  # which reads torch
+
+        check_rl_inputs(config, tokenizer)
+    else:
+        _check_texts(config, tokenizer)
+    if config.checkpoint.load is not None:
+        check_start(config, tokenizer)
+
+
+def _check_texts(config: RecipeConfig, tokenizer: Tokenizer) -> None:
     corpora = [*config.data.train, *(config.data.valid if config.train.eval_samples else [])]
     for corpus in corpora:
         check_corpus(corpus.path, tokenizer.vocab_size, tokenizer.sha256, config.train.seq_length)
@@ -29,8 +40,6 @@ def check_inputs(config: RecipeConfig) -> None:
         find_sources(
             [*config.sft.train, *(config.sft.valid if config.train.eval_samples else [])], None, config.sft.split
         )
-    if config.checkpoint.load is not None:
-        check_start(config, tokenizer)
 
 
 def fitting_tokenizer(config: RecipeConfig) -> Tokenizer:

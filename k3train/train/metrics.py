@@ -13,6 +13,8 @@ from megatron.core import parallel_state
 
 from k3train.config.implementation import resolve_transformer_impl
 from k3train.config.parameters import parameter_count
+from k3train.config.quant import policy_in_force
+from k3train.config.rules_quant import resolve_quant_backend
 from k3train.config.schema import RecipeConfig
 from k3train.model.experts import use_grouped_matmul
 from k3train.model.spec import attention_path
@@ -133,5 +135,9 @@ def paths_taken(config: RecipeConfig, here: Platform) -> dict[str, str]:
         paths["routing"] = "fused top-k and histogram (triton)" if fused else "torch"
         latent = model.moe.latent_size or model.hidden_size
         width = model.moe.expert_hidden_size // config.parallel.expert_tensor
+        if quant := policy_in_force(config.quant, config.stage.name):
+            paths["quant"] = f"experts' {quant.describe()}, {resolve_quant_backend(quant.backend, here.kind)}"
+        elif config.quant.enabled:
+            paths["quant"] = f"off: quant.skip_stages names {config.stage.name}"
         paths["experts"] = "grouped_mm" if use_grouped_matmul(probe, latent, width) else "loop"
     return paths

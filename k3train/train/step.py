@@ -13,6 +13,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 from k3train.config.schema import TrainConfig
+from k3train.model.experts import weights_changed
 from k3train.model.mtp import mtp_targets
 from k3train.model.packing import Packing
 from k3train.model.transformer_config import K3TransformerConfig
@@ -67,6 +68,9 @@ class StepRunner:
         # One shared `Packing` per micro-batch, so that virtual stages build its attention mask once.
         feed = [self._prepare(batch) for batch in batches]
         iterators = [iter(feed) for _ in self.models]
+        # Quantized copies of the weights serve this run's micro-batches and no others: an optimizer or a checkpoint
+        # may have written to the weights since, and afterwards the copies would only take memory.
+        weights_changed(self.models)
         reported = self._schedule(
             forward_step_func=self._forward_step,
             data_iterator=iterators if len(self.models) > 1 else iterators[0],
@@ -77,12 +81,13 @@ class StepRunner:
             forward_only=forward_only,
             **self._pipeline([batch for batch, _ in feed]),
         )
+        weights_changed(self.models)
         return self._pool(reported)
 
     def _prepare(self, batch: Batch) -> tuple[Batch, Packing]:
         """The batch on the device, cut to this context-parallel rank's part of every row."""
         batch = {key: value.to(self.device) for key, value in batch.items()}
-        packing = Packing(batch["document_ids"], batch.get("padding"))
+        packing = Packing(batch["document_ids"], batch.get("padding"), routing=batch.get("routing"))
         size = self.config.context_parallel_size
         if size == 1:
             return batch, packing
@@ -111,7 +116,7 @@ class StepRunner:
         batch, packing = next(iterator)
         ahead = (batch["mtp_targets"], batch["mtp_mask"]) if "mtp_targets" in batch else None
         output = model(batch["tokens"], packing, batch["labels"], batch["loss_mask"], ahead=ahead)
-        return output, functools.partial(_loss, self.stage)
+        return output, functools.partial(_loss, self.stage, batch)
 
     def _pool(self, reported: list[dict[str, torch.Tensor]]) -> Reports:
         """Sum over micro-batches and data-parallel ranks on the last stage, then tell the other stages."""
@@ -131,5 +136,6 @@ class StepRunner:
         return {name: float(total / max(float(count), 1.0)) for name, (total, count) in zip(box[0], totals)}
 
 
-def _loss(stage: Stage, output: object) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
+def _loss(stage: Stage, batch: Batch, output: object) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
+    output.batch = batch
     return stage.loss(output)

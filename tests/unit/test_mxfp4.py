@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from hf_folder import packed_matrix, same_bytes
+from k3kernels.mx import pack_pairs, unpack_pairs
 
 from k3train.hf.write_config import quantization_config
 from k3train.quant import mxfp4
@@ -17,8 +18,8 @@ def test_every_code_and_scale_by_definition() -> None:
     codes = torch.arange(16, dtype=torch.uint8).repeat(2)
     packed = codes[0::2] | (codes[1::2] << 4)
     assert packed[0] == 0x10
-    assert torch.equal(mxfp4.unpack_codes(packed), codes)
-    assert torch.equal(mxfp4.pack_codes(codes), packed)
+    assert torch.equal(unpack_pairs(packed), codes)
+    assert torch.equal(pack_pairs(codes), packed)
     expected = torch.tensor([*MAGNITUDES, *(-m for m in MAGNITUDES)], dtype=torch.float64).repeat(2)
     for byte in range(253):
         scale = torch.tensor([[byte]], dtype=torch.uint8)
@@ -86,14 +87,14 @@ def test_rounds_to_nearest_with_ties_to_even_codes_and_never_clips() -> None:
     assert torch.equal((found.abs() - grid.abs()).abs(), nearest)
     ties = (distance == nearest[..., None]).sum(-1) > 1
     assert ties.sum() > 7
-    assert (mxfp4.unpack_codes(packed)[ties] % 2 == 0).all()
+    assert (unpack_pairs(packed)[ties] % 2 == 0).all()
 
 
 @pytest.mark.parametrize("amax", [1e-36, 0.1, 0.75, 0.7500001, 1.0, 5.99, 6.0, 6.01, 12.0, 1e30])
 def test_the_scale_is_the_smallest_that_clips_nothing(amax: float) -> None:
     values = torch.zeros(1, 32)
     values[0, 5] = -amax
-    byte = mxfp4.round_up_scales(values).item()
+    byte = mxfp4.scales_of(values).item()
     scale = 2.0 ** (byte - 127)
     stored = float(values.abs().max())
     assert 6 * scale >= stored > 6 * scale / 2
@@ -114,7 +115,7 @@ def test_values_that_are_not_finite_are_refused_with_their_place(byte: int, code
     scales = torch.full((2, 2), 127, dtype=torch.uint8)
     scales[1, 1] = byte
     with pytest.raises(ValueError, match=r"at \(1, (1|50)\)") as error:
-        mxfp4.decode(mxfp4.pack_codes(codes), scales)
+        mxfp4.decode(pack_pairs(codes), scales)
     assert words in str(error.value)
 
 
@@ -122,10 +123,10 @@ def test_largest_scales_with_finite_values_are_kept() -> None:
     """254 under codes up to 1.5, 253 under codes up to 3: finite in bf16, so they come and go like any other."""
     codes = torch.tensor([[0, 1, 2, 3] * 8, [0, 5, 4, 3] * 8], dtype=torch.uint8)
     scales = torch.tensor([[254], [253]], dtype=torch.uint8)
-    values = mxfp4.decode(mxfp4.pack_codes(codes), scales)
+    values = mxfp4.decode(pack_pairs(codes), scales)
     assert values.isfinite().all()
     again, same = mxfp4.encode(values, scales)
-    assert torch.equal(again, mxfp4.pack_codes(codes))
+    assert torch.equal(again, pack_pairs(codes))
     assert torch.equal(same, scales)
 
 
