@@ -157,6 +157,41 @@ def test_the_command_writes_what_it_found(checkpoint: Path, folder: Path, capsys
     assert json.loads(out.read_text())["answers"] == found["answers"]
 
 
+def test_figures_go_to_wandb_where_that_is_asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    from k3train.rollout import eval_cli
+    from k3train.telemetry import wandb_sink
+
+    sent: list = []
+
+    class Recorder:
+        def __init__(self, run_dir: Path, config: dict, settings: wandb_sink.WandbSettings, **_: object) -> None:
+            sent.append((run_dir, settings.project, settings.name))
+
+        def log(self, step: int, metrics: dict, kind: str) -> None:
+            sent.append((metrics, kind))
+
+        def finish(self, status: str, pictures: list, step: int) -> None:
+            sent.append(status)
+
+    monkeypatch.setattr(wandb_sink, "WandbSink", Recorder)
+    results = {
+        "checkpoint": str(tmp_path / "mine" / "checkpoints" / "step_00000007"),
+        "tasks_file": "tasks.jsonl",
+        "samples": 2,
+        "all": {"exact_match": 0.5, "pass@2": 0.75},
+        "family": {"add": {"exact_match": 0.25}},
+        "effort": {"low": {"exact_match": 0.125}},
+        "perplexity": {"web": {"perplexity": 3.0}},
+    }
+    eval_cli._send("judged", results)
+    figures = {"exact_match": 0.5, "exact_match_add": 0.25, "exact_match_low": 0.125, "pass_at_2": 0.75}
+    assert sent == [
+        (tmp_path / "mine", "judged", "eval-mine-step_00000007"),
+        ({**figures, "perplexity_web": 3.0}, "eval"),
+        "finished",
+    ]
+
+
 @pytest.mark.parametrize(
     ("words", "told"),
     [
