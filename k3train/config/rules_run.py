@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from k3train.config.rules import check_choice, check_range, refuse, value_at
+from k3train.config.rules_lora import check_lora
 from k3train.config.rules_optim import check_optim
 from k3train.config.rules_quant import check_quant
 from k3train.config.schema import RecipeConfig
@@ -51,6 +52,7 @@ def check_run(config: RecipeConfig) -> None:
     if config.run.threads_per_rank is not None:
         check_range(config, "run.threads_per_rank", "null", least=1, most=MOST_THREADS)
     check_optim(config)
+    check_lora(config)
     check_quant(config, CHOICES["stage.name"])
     _check_corpora(config)
 

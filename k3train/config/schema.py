@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from k3train.config.lora import LoRAConfig
 from k3train.config.model import ModelConfig
 from k3train.config.quant import QuantConfig
 
@@ -185,6 +186,7 @@ class RecipeConfig:
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     quant: QuantConfig = field(default_factory=QuantConfig)
+    lora: LoRAConfig = field(default_factory=LoRAConfig)
     data: DataConfig = field(default_factory=DataConfig)
     stage: StageConfig = field(default_factory=StageConfig)
     train: TrainConfig = field(default_factory=TrainConfig)

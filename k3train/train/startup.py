@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from k3train.checkpoint.state import TrainState
 from k3train.config.load import recipe_from_dict
 from k3train.config.schema import RecipeConfig, to_plain
 from k3train.errors import UserError
+from k3train.model.lora import is_adapter
 from k3train.optim.policy import apply_policy, format_table, optimizer_table
 from k3train.parallel.stages import describe
 from k3train.platform import Platform
@@ -191,10 +192,28 @@ def restore(
         return store.load(newest[0], models, optimizer, schedule), newest[0]
     if config.checkpoint.load is not None:
         source = directory.resolve(config.checkpoint.load)
-        store.load_model(source, models)
+        store.load_model(source, models, _new_parameters(config, source))
         optimizer.reload_model_params()
         return TrainState(), source
     return TrainState(), None
+
+
+def _new_parameters(config: RecipeConfig, source: Path) -> Callable[[str], bool]:
+    """Which parameters the checkpoint `source` lacks: adapters, where it was trained without any.
+
+    Raises:
+        UserError: it has adapters that this run would drop, or would build otherwise.
+    """
+    theirs, ours = recipe_from_dict(directory.read_marker(source)["config"]).lora, config.lora
+    if not theirs.enabled:
+        return is_adapter
+    if not ours.enabled or (theirs.rank, theirs.alpha, theirs.targets) != (ours.rank, ours.alpha, ours.targets):
+        raise UserError(
+            f"checkpoint.load={source} has adapters ({theirs.describe()}) that this run's lora section does not build;"
+            f" train on with the same section (lora.enabled=true lora.rank={theirs.rank} lora.alpha={theirs.alpha:g}"
+            f" 'lora.targets=[{','.join(theirs.targets)}]'), or merge them with `k3train export` and import that"
+        )
+    return lambda name: False
 
 
 def open_telemetry(

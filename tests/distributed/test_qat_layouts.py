@@ -184,8 +184,8 @@ def export(rank: int, world_size: int, checkpoint: str, folder: str, again: str,
     from k3train.hf import export_cli, import_cli
 
     experts = options[0] if options else None
-    wanted = Namespace(checkpoint=checkpoint, hf=folder, experts=experts, like=None, max_shard_gb=5.0, overrides=[])
-    assert export_cli.run(wanted) == 0
+    options = {"like": None, "adapter": False, "max_shard_gb": 5.0, "overrides": []}
+    assert export_cli.run(Namespace(checkpoint=checkpoint, hf=folder, experts=experts, **options)) == 0
     assert import_cli.run(Namespace(hf=folder, out=again, overrides=[])) == 0
 
 
