@@ -47,12 +47,6 @@ def _check_targets(config: RecipeConfig) -> None:
 
 def _check_nothing_else_trains(config: RecipeConfig) -> None:
     why = "would change the model that lora.enabled=true freezes"
-    if config.model.mtp.num_layers:
-        raise refuse(config, "model.mtp.num_layers", why, "0", "model.mtp.num_layers=0")
-    if config.optim.qk_clip.enabled:
-        raise refuse(config, "optim.qk_clip.enabled", why, "false", "optim.qk_clip.enabled=false")
-    if config.stage.update_router_bias:
-        raise refuse(config, "stage.update_router_bias", why, "null, false", "stage.update_router_bias=false")
     if config.optim.name == "muon":
         raise refuse(
             config,
@@ -61,3 +55,9 @@ def _check_nothing_else_trains(config: RecipeConfig) -> None:
             "adamw",
             "optim=adamw",
         )
+    if config.model.mtp.num_layers:
+        raise refuse(config, "model.mtp.num_layers", why, "0", "model.mtp.num_layers=0")
+    if config.optim.qk_clip.enabled:
+        raise refuse(config, "optim.qk_clip.enabled", why, "false", "optim.qk_clip.enabled=false")
+    if config.stage.update_router_bias:
+        raise refuse(config, "stage.update_router_bias", why, "null, false", "stage.update_router_bias=false")
