@@ -5,8 +5,8 @@
 
 Reads a checkpoint of k3-tiny, and trains on from it twice, on the same batches: without quantization, and with K3's
 policy. Each is read in three ways: as its weights are; with experts' weights in MXFP4, as an export stores them; and
-with their inputs in MXFP8 on top, as K3 is served. Prints a table in Markdown: held-out loss, and how far a held-out token's
-log-probability is from that of the forward pass which the model was trained with. Finished runs are not repeated.
+with their inputs in MXFP8 on top, as K3 is served. Prints a table in Markdown: held-out loss, and how far a held-out
+token's log-probability is from that of the forward pass which the model was trained with. Finished runs are kept.
 """
 
 from __future__ import annotations
