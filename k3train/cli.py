@@ -107,6 +107,7 @@ def _score_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _inspect_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("directory", metavar="DIR", help="a run, or a checkpoint")
+    parser.add_argument("--verify", action="store_true", help="read every byte and compare the stored hashes")
 
 
 def _import_arguments(parser: argparse.ArgumentParser) -> None:

@@ -1,7 +1,10 @@
-"""The folder of checkpoints of a run: names, the commit marker, the newest one, pruning.
+"""The folder of checkpoints of a run: names, the commit marker, the newest one, what was left unfinished.
 
-A checkpoint is written as `step_00000100.partial` and renamed to `step_00000100` once everything, the marker
-`checkpoint.json` last, is on the disk. What has no marker does not count.
+A checkpoint is written as `step_00000100.<attempt>.partial` and renamed to `step_00000100` once everything, the marker
+`checkpoint.json` last, is on the disk. What has no marker does not count, nor what has another ending: `.partial`
+(being written, or abandoned), `.replaced` and `.removed` (on its way out), `.damaged` (set aside; stays until somebody
+removes it). Each attempt has a name of its own, so that what an abandoned process still writes lands in no later
+checkpoint.
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+from k3train.checkpoint import manifest
 from k3train.errors import UserError
 
 MARKER = "checkpoint.json"
@@ -20,6 +24,15 @@ TOKENIZER = "tokenizer"
 GENERATION_CONFIG = "generation_config.json"
 FORMAT_VERSION = 1
 _NAME = re.compile(r"step_(\d{8,})")
+_UNFINISHED = ("partial", "replaced", "removed")
+
+
+class DamagedCheckpointError(UserError):
+    """A checkpoint that cannot be read: an older one of the run may do."""
+
+
+class NewerFormatError(UserError):
+    """A checkpoint that a newer version wrote. Nothing is wrong with it, so no older one is taken in its place."""
 
 
 def directory_of(root: Path, step: int) -> Path:
@@ -27,9 +40,9 @@ def directory_of(root: Path, step: int) -> Path:
     return root / f"step_{step:08d}"
 
 
-def partial_of(root: Path, step: int) -> Path:
-    """Where that checkpoint lies while it is being written."""
-    return root / f"step_{step:08d}.partial"
+def partial_of(root: Path, step: int, attempt: str = "") -> Path:
+    """Where that checkpoint lies while it is being written; `attempt` tells one writing of it from another."""
+    return root / f"step_{step:08d}.{attempt}{'.' if attempt else ''}partial"
 
 
 def committed(root: Path) -> list[tuple[int, Path]]:
@@ -42,23 +55,38 @@ def committed(root: Path) -> list[tuple[int, Path]]:
     return sorted(found)
 
 
-def commit(root: Path, step: int, marker: dict[str, Any]) -> Path:
-    """Write the marker and give the finished checkpoint its name; both are synced to the disk. On one rank."""
-    partial, final = partial_of(root, step), directory_of(root, step)
-    for path in [*sorted(partial.rglob("*")), partial]:
-        _sync(path)
-    marker_path = partial / MARKER
-    marker_path.write_text(json.dumps({"format_version": FORMAT_VERSION, **marker}, indent=1), encoding="utf-8")
-    _sync(marker_path)
-    _sync(partial)
+def commit(
+    root: Path,
+    step: int,
+    marker: dict[str, Any],
+    attempt: str = "",
+    known: dict[str, manifest.Entry] | None = None,
+) -> Path:
+    """Write the manifest and the marker and give the finished checkpoint its name; all is synced. On one rank.
+
+    `known` has the sizes and hashes of files that were hashed before (see `manifest.write`).
+    """
+    partial, final = partial_of(root, step, attempt), directory_of(root, step)
+    listed = manifest.write(partial, known)
+    finish(partial, {"format_version": FORMAT_VERSION, **marker, "manifest": listed})
     replaced = final.with_suffix(".replaced")
     if final.exists():
         final.rename(replaced)
     partial.rename(final)
-    _sync(root)
+    sync(root)
     if replaced.exists():
         shutil.rmtree(replaced)
     return final
+
+
+def finish(folder: Path, marker: dict[str, Any]) -> None:
+    """Wait until everything in `folder` is on the disk, and then for the marker, which is written last."""
+    for path in [*sorted(folder.rglob("*")), folder]:
+        sync(path)
+    marker_path = folder / MARKER
+    marker_path.write_text(json.dumps(marker, indent=1), encoding="utf-8")
+    sync(marker_path)
+    sync(folder)
 
 
 def copy_tokenizer(source: Path, target: Path) -> None:
@@ -71,7 +99,7 @@ def copy_tokenizer(source: Path, target: Path) -> None:
             shutil.copyfile(folder / name, target / name)
 
 
-def _sync(path: Path) -> None:
+def sync(path: Path) -> None:
     """Wait until a file or a directory is on the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
@@ -80,20 +108,33 @@ def _sync(path: Path) -> None:
         os.close(descriptor)
 
 
-def prune(root: Path, keep_last: int) -> list[str]:
-    """Remove all but the newest `keep_last` committed checkpoints (0 keeps all), and abandoned partial ones.
+def remove(path: Path) -> str | None:
+    """Remove a checkpoint, or what is left of one; a sentence where that fails.
 
-    Returns a sentence for each that cannot be removed.
+    It loses its name first: killed halfway, nothing is left that could pass for a checkpoint.
     """
-    doomed = [path for _, path in committed(root)[:-keep_last]] if keep_last > 0 else []
-    doomed += [path for suffix in ("partial", "replaced") for path in root.glob(f"step_*.{suffix}") if path.is_dir()]
+    try:
+        if path.suffix.lstrip(".") not in _UNFINISHED:
+            path = path.rename(path.with_name(f"{path.name}.removed"))
+        shutil.rmtree(path)
+    except OSError as error:
+        return f"the old checkpoint {path} cannot be removed ({error}); remove it by hand"
+    return None
+
+
+def sweep(root: Path, but: Path | None = None) -> list[str]:
+    """Remove what killed processes left unfinished, except `but`. Returns a sentence for each that stays."""
     troubles = []
-    for path in doomed:
-        try:
-            shutil.rmtree(path)
-        except OSError as error:
-            troubles.append(f"the old checkpoint {path} cannot be removed ({error}); remove it by hand")
-    return troubles
+    for suffix in _UNFINISHED:
+        for path in sorted(root.glob(f"step_*.{suffix}")):
+            final = root / path.name.partition(".")[0]
+            if path == but or not path.is_dir():
+                continue
+            if suffix == "replaced" and not final.exists() and (path / MARKER).is_file():
+                path.rename(final)  # killed between the two renames of a commit
+                continue
+            troubles.append(remove(path))
+    return [trouble for trouble in troubles if trouble]
 
 
 def resolve(path: str | Path) -> Path:
@@ -125,7 +166,8 @@ def read_marker(path: Path) -> dict[str, Any]:
     """The marker of a committed checkpoint.
 
     Raises:
-        UserError: it cannot be read, or a newer version wrote it.
+        DamagedCheckpointError: it cannot be read.
+        NewerFormatError: a newer version wrote it.
     """
     file = path / MARKER
     try:
@@ -139,9 +181,11 @@ def read_marker(path: Path) -> dict[str, Any]:
                 raise ValueError(f"{key} is {type(marker[key]).__name__}")
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         why = f"{error} is missing" if isinstance(error, KeyError) else error
-        raise UserError(f"{file} cannot be read ({why}); it is damaged: use another checkpoint of the run") from error
+        raise DamagedCheckpointError(
+            f"{file} cannot be read ({why}); it is damaged: use another checkpoint of the run"
+        ) from error
     if version > FORMAT_VERSION:
-        raise UserError(
+        raise NewerFormatError(
             f"{path} was written in checkpoint format {version}, this k3train reads up to {FORMAT_VERSION}; update it"
         )
     return marker

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import json
+import time
 from pathlib import Path
 
 import yaml
 
-from k3train.checkpoint import directory
+from k3train.checkpoint import directory, health
 from k3train.checkpoint.state import train_state
 from k3train.config.load import recipe_from_dict
 from k3train.config.quant import policy_in_force
@@ -21,15 +23,15 @@ def run(args: argparse.Namespace) -> int:
     if not path.exists():
         raise UserError(f"{path} does not exist; give a checkpoint or a run directory")
     if (path / directory.MARKER).is_file():
-        problems = _print_checkpoint(path)
+        problems = _print_checkpoint(path, args.verify)
     else:
-        problems = _print_run(path)
+        problems = _print_run(path, args.verify)
     for problem in problems:
         print(f"DAMAGED     {problem}")
     return 1 if problems else 0
 
 
-def _print_run(path: Path) -> list[str]:
+def _print_run(path: Path, verify: bool) -> list[str]:
     root = path if directory.committed(path) else path / "checkpoints"
     found = directory.committed(root)
     config_file = path / "config.yaml"
@@ -45,8 +47,10 @@ def _print_run(path: Path) -> list[str]:
     _print_last_metrics(path)
     print(f"checkpoints {', '.join(str(step) for step, _ in found) or 'none'}")
     for partial in sorted(root.glob("step_*.partial")):
-        print(f"unfinished  {partial} (never counted; removed at the next save)")
-    return _print_checkpoint(found[-1][1]) if found else []
+        print(f"unfinished  {partial} (never counted; removed at the next start)")
+    for damaged in sorted(root.glob("step_*.damaged")):
+        print(f"set aside   {damaged} (was damaged when the run continued; never counted, remove it by hand)")
+    return _print_checkpoint(found[-1][1], verify) if found else []
 
 
 def _print_last_metrics(run_dir: Path) -> None:
@@ -62,7 +66,7 @@ def _print_last_metrics(run_dir: Path) -> None:
         print(f"held-out    loss {last['eval'].get('loss')} nats at step {last['eval'].get('step')}")
 
 
-def _print_checkpoint(path: Path) -> list[str]:
+def _print_checkpoint(path: Path, verify: bool) -> list[str]:
     marker = directory.read_marker(path)
     state, config = train_state(marker["state"], path), recipe_from_dict(marker["config"])
     parallel, model = config.parallel, config.model
@@ -74,33 +78,34 @@ def _print_checkpoint(path: Path) -> list[str]:
         print(f"quantized   experts trained with {quant.describe()}")
     print(
         f"written as  TP{parallel.tensor} x PP{parallel.pipeline} x VPP{parallel.virtual_pipeline}, "
-        f"EP{parallel.expert} (any other layout can load it)"
+        f"CP{parallel.context}, EP{parallel.expert} (any other layout can load it)"
     )
+    if "rng" in marker:
+        print(f"generators  of {marker['rng']['world']} ranks")
+    if marker.get("guards"):
+        print(f"guards      {json.dumps(marker['guards'])}")
     versions = ", ".join(f"{name} {number}" for name, number in marker["versions"].items())
     print(f"written by  {versions}")
-    tensors, problems = _check_shards(path)
-    print(f"size        {sum(f.stat().st_size for f in files):,} bytes in {len(files)} files, {tensors} tensors")
-    print(f"health      {'whole' if not problems else 'DAMAGED'}")
+    tensors, problems = _tensors(path)
+    started = time.perf_counter()
+    # A table that cannot be read has been told, and cannot be compared with.
+    problems += health.problems(path, verify) if not problems or health.has_hashes(path) else []
+    size = sum(f.stat().st_size for f in files)
+    print(f"size        {size:,} bytes in {len(files)} files, {tensors} tensors")
+    if verify and not health.has_hashes(path):
+        print("hashes      none were stored with this checkpoint; only sizes could be checked")
+    elif verify:
+        seconds = time.perf_counter() - started
+        print(f"hashes      {len(files)} files read in {seconds:.1f} s ({size / seconds / 1e6:,.0f} MB/s)")
+    print(f"health      {'DAMAGED' if problems else 'whole' if verify else 'whole (sizes; --verify reads everything)'}")
     return problems
 
 
-def _check_shards(path: Path) -> tuple[int, list[str]]:
-    """Number of stored tensors, and what is missing or cut short against the checkpoint's own table."""
+def _tensors(path: Path) -> tuple[int, list[str]]:
+    """Number of stored tensors, or why they cannot be counted."""
     from k3train.checkpoint.table import read_table
 
     try:
-        metadata = read_table(path)
+        return len(read_table(path).state_dict_metadata), []
     except UserError as error:
         return 0, [str(error)]
-    needed: dict[str, int] = {}
-    for storage in metadata.storage_data.values():
-        end = storage.offset + storage.length
-        needed[storage.relative_path] = max(needed.get(storage.relative_path, 0), end)
-    problems = []
-    for name, size in sorted(needed.items()):
-        file = path / name
-        if not file.is_file():
-            problems.append(f"{file} is missing")
-        elif file.stat().st_size < size:
-            problems.append(f"{file} has {file.stat().st_size} bytes, needs {size}")
-    return len(metadata.state_dict_metadata), problems

@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from k3train.errors import UserError
+from k3train.checkpoint.directory import DamagedCheckpointError
 
 
 @dataclass
@@ -31,11 +31,11 @@ def train_state(saved: dict[str, Any], checkpoint: Path) -> TrainState:
     """The counters that a checkpoint carries.
 
     Raises:
-        UserError: one is missing, unknown or no whole number.
+        DamagedCheckpointError: one is missing, unknown or no whole number.
     """
     wanted = TrainState().to_dict().keys()
     if saved.keys() != wanted or not all(type(count) is int and count >= 0 for count in saved.values()):
-        raise UserError(
+        raise DamagedCheckpointError(
             f"{checkpoint}: the state in its checkpoint.json is {saved}; expected whole numbers for"
             f" {', '.join(wanted)}: it is damaged, use another checkpoint of the run"
         )

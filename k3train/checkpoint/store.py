@@ -1,8 +1,10 @@
-"""Saving and loading through `megatron.core.dist_checkpointing`. Every rank takes part in every call."""
+"""What a checkpoint holds, through `megatron.core.dist_checkpointing`, and loading it. Every rank takes part in every
+call; `saver.py` writes.
+"""
 
 from __future__ import annotations
 
-import shutil
+import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,13 +13,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing, parallel_state
-from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from torch.distributed.checkpoint.api import CheckpointException
 
-from k3train.checkpoint import directory
+from k3train.checkpoint import directory, rng
+from k3train.checkpoint.directory import DamagedCheckpointError
 from k3train.checkpoint.state import TrainState, train_state
 from k3train.errors import UserError
 from k3train.optim.build import allocate_state, named_parts
@@ -38,13 +40,14 @@ def _model_state(models: list[torch.nn.Module]) -> dict[str, Any]:
     return {f"model{i}": chunk.sharded_state_dict(metadata=_metadata()) for i, chunk in enumerate(chunks)}
 
 
-def _everything(
+def everything(
     models: list[torch.nn.Module],
     optimizer: MegatronOptimizer,
     schedule: OptimizerParamScheduler,
     *,
     is_loading: bool,
 ) -> dict[str, Any]:
+    """The sharded state of a run: weights, router biases, optimizer and schedule."""
     state = _model_state(models)
     # By what they hold rather than by number: whether experts have an optimizer of their own depends on the layout.
     parts = {
@@ -54,49 +57,8 @@ def _everything(
     return {**state, "optimizer": parts, "schedule": schedule.state_dict()}
 
 
-def save(
-    root: Path,
-    state: TrainState,
-    models: list[torch.nn.Module],
-    optimizer: MegatronOptimizer,
-    schedule: OptimizerParamScheduler,
-    *,
-    config: dict[str, Any],
-    run_id: str | None,
-    data: str | None = None,
-    tokenizer: Path | None = None,
-) -> Path:
-    """Write and commit the checkpoint of `state.step` completed steps; returns its directory.
-
-    `data` is the fingerprint of the training data. The tokenizer's files are copied in, so that the checkpoint can be
-    used on its own.
-
-    Raises:
-        UserError: it cannot be written; older checkpoints are left as they were.
-    """
-    partial = directory.partial_of(root, state.step)
-    _on_first_rank(lambda: _fresh(partial), f"The checkpoint directory {partial} cannot be made")
-    with _current_parameters(models):
-        try:
-            everything = _everything(models, optimizer, schedule, is_loading=False)
-            dist_checkpointing.save(everything, str(partial), async_strategy="mcore")
-            failure = None
-        except (CheckpointException, CheckpointingException, OSError) as error:
-            failure = _reason(error)
-    _agree_on(failure, f"The checkpoint in {partial} cannot be written")
-    marker = {"state": state.to_dict(), "config": config, "wandb_run_id": run_id, "data": data, "versions": versions()}
-
-    def commit() -> None:
-        if tokenizer is not None:
-            directory.copy_tokenizer(tokenizer, partial / directory.TOKENIZER)
-        directory.commit(root, state.step, marker)
-
-    _on_first_rank(commit, f"The checkpoint in {partial} cannot be committed")
-    return directory.directory_of(root, state.step)
-
-
 @contextmanager
-def _current_parameters(models: list[torch.nn.Module]) -> Iterator[None]:
+def current_parameters(models: list[torch.nn.Module]) -> Iterator[None]:
     """With overlapped gathering, parameters are fetched at the next forward; have them now."""
     late = [m for m in models if hasattr(m, "ddp_config") and m.ddp_config.overlap_param_gather]
     for model in late:
@@ -108,43 +70,63 @@ def _current_parameters(models: list[torch.nn.Module]) -> Iterator[None]:
             model.enable_forward_pre_hook()
 
 
-def _agree_on(failure: str | None, what: str) -> None:
-    """Raise on every rank where any failed."""
+def agree(failure: str | None) -> str | None:
+    """The first failure of any rank, on every rank."""
     failures: list[str | None] = [None] * dist.get_world_size()
     dist.all_gather_object(failures, failure)
-    told = next((f for f in failures if f is not None), None)
-    if told is not None:
-        raise UserError(f"{what} ({told}); free space or rights there, or choose another run.dir")
+    return next((f for f in failures if f is not None), None)
 
 
-def _fresh(path: Path) -> None:
-    if path.exists():
-        shutil.rmtree(path)
-    path.mkdir(parents=True)
-
-
-def _on_first_rank(action: Callable[[], None], what: str) -> None:
-    """Run `action` on rank 0 and raise its failure on every rank."""
+def on_first_rank(action: Callable[[], None]) -> str | None:
+    """Run `action` on rank 0; the reason of its failure, if it fails, on every rank."""
     failure: str | None = None
     if dist.get_rank() == 0:
         try:
             action()
         except OSError as error:
-            failure = _reason(error)
-    _agree_on(failure, what)
+            failure = reason(error)
+    return agree(failure)
+
+
+def shared_marker(path: Path) -> dict[str, Any]:
+    """The marker of a committed checkpoint, read by rank 0 for all.
+
+    Raises:
+        DamagedCheckpointError: it cannot be read.
+        NewerFormatError: a newer version wrote it.
+    """
+    box: list[Any] = [None]
+    if dist.get_rank() == 0:
+        try:
+            box[0] = directory.read_marker(path)
+        except UserError as error:
+            box[0] = error
+    dist.broadcast_object_list(box, src=0)
+    if isinstance(box[0], UserError):
+        raise box[0]
+    return box[0]
 
 
 def _load(state: dict[str, Any], path: Path) -> dict[str, Any]:
+    """Load on every rank, or raise on every rank. Nothing in between talks to other ranks, so none can be left waiting.
+
+    Raises:
+        DamagedCheckpointError: a rank cannot load its part.
+    """
+    failure = None
     try:
-        return dist_checkpointing.load(state, str(path))
-    except (CheckpointException, CheckpointingException, OSError, RuntimeError, ValueError, KeyError) as error:
-        raise UserError(
-            f"The checkpoint {path} cannot be loaded ({_reason(error)}); it is damaged or belongs to another model: "
+        loaded = dist_checkpointing.load(state, str(path), validate_access_integrity=False)
+    except Exception as error:  # damaged bytes fail in any way
+        failure = reason(error)
+    if (told := agree(failure)) is not None:
+        raise DamagedCheckpointError(
+            f"The checkpoint {path} cannot be loaded ({told}); it is damaged or belongs to another model: "
             "remove it to go on from an older one, or choose another with checkpoint.load or --checkpoint"
-        ) from error
+        )
+    return loaded
 
 
-def _reason(error: BaseException) -> str:
+def reason(error: BaseException) -> str:
     """The innermost cause in a few words; torch's CheckpointException wraps one per rank."""
     if isinstance(error, CheckpointException) and error.failures:
         error = next(iter(error.failures.values()))[0]
@@ -157,21 +139,27 @@ def load(
     models: list[torch.nn.Module],
     optimizer: MegatronOptimizer,
     schedule: OptimizerParamScheduler,
-) -> TrainState:
+) -> tuple[TrainState, dict[str, Any] | None]:
     """Continue from a committed checkpoint, whatever layout wrote it.
 
+    Returns the counters, and the states of this rank's random number generators (see `rng.restore`) where the same
+    layout wrote it, else None.
+
     Raises:
-        UserError: it is damaged or belongs to another model.
+        DamagedCheckpointError: it is damaged or belongs to another model; on every rank alike.
     """
-    marker = directory.read_marker(path)
-    allocate_state(optimizer)
-    loaded = _load(_everything(models, optimizer, schedule, is_loading=True), path)
-    _load_model_state(models, loaded)
+    marker = shared_marker(path)
     state = train_state(marker["state"], path)
+    allocate_state(optimizer)
+    wanted = everything(models, optimizer, schedule, is_loading=True)
+    if marker.get("rng") == rng.layout():
+        wanted["rng"] = rng.sharded({})
+    loaded = _load(wanted, path)
+    _load_model_state(models, loaded)
     for name, part in named_parts(optimizer).items():
         _load_optimizer_part(part, loaded["optimizer"][name], state.step)
     schedule.load_state_dict(loaded["schedule"])
-    return state
+    return state, loaded.get("rng")
 
 
 def _load_optimizer_part(part: MegatronOptimizer, loaded: dict[str, Any], step: int) -> None:
@@ -194,7 +182,7 @@ def load_model(path: Path, models: list[torch.nn.Module], is_new: Callable[[str]
     `is_new` tells by name the parameters that the checkpoint does not have, and that stay as they are.
 
     Raises:
-        UserError: it is damaged or belongs to another model.
+        DamagedCheckpointError: it is damaged or belongs to another model.
     """
     state = _model_state(models)
     old = {chunk: {name: t for name, t in entries.items() if not is_new(name)} for chunk, entries in state.items()}
@@ -210,9 +198,11 @@ def _load_model_state(
         chunk.load_state_dict({**own, **loaded[f"model{index}"]})
 
 
+@functools.cache
 def versions() -> dict[str, str]:
     """The code and libraries that wrote a checkpoint."""
+    import platform
     from importlib.metadata import version
 
     names = ("k3train", "torch", "megatron-core")
-    return {name: version(name) for name in names}
+    return {**{name: version(name) for name in names}, "python": platform.python_version()}

@@ -7,14 +7,14 @@ from pathlib import Path
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata
 
-from k3train.errors import UserError
+from k3train.checkpoint.directory import DamagedCheckpointError
 
 
 def read_table(path: Path) -> Metadata:
     """Which tensors a committed checkpoint holds, and where their pieces lie.
 
     Raises:
-        UserError: it is missing or damaged.
+        DamagedCheckpointError: it is missing or damaged.
     """
     file = path / ".metadata"
     try:
@@ -23,7 +23,7 @@ def read_table(path: Path) -> Metadata:
             raise ValueError(f"it holds {type(table).__name__}")
     except Exception as error:  # damaged bytes are a program to pickle, which may fail in any way
         why = f"{type(error).__name__}: {error}".splitlines()[0][:200]
-        raise UserError(
+        raise DamagedCheckpointError(
             f"{file} cannot be read ({why}); the checkpoint is damaged: use another one of the run, or import it again"
         ) from error
     return table

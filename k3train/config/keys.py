@@ -43,6 +43,8 @@ _OTHER_NAMES = {
     "train.eval_interval": ("eval_steps", "val_check_interval", "eval_every"),
     "checkpoint.interval": ("save_interval", "save_steps", "save_every"),
     "checkpoint.keep_last": ("save_total_limit", "keep_last_k"),
+    "checkpoint.keep_every": ("keep_every_n", "keep_period"),
+    "checkpoint.async_save": ("async", "use_async", "async_checkpoint"),
     "checkpoint.load": ("load_checkpoint", "initial_load_path", "init_from"),
     "parallel.transformer_impl": ("linear",),
     "parallel.tensor": ("tp", "tensor_parallel", "tensor_model_parallel_size", "tensor_parallel_size"),

@@ -13,6 +13,7 @@ CHOICES = {
     "stage.name": ("pretrain",),
     "train.precision": ("fp32", "bf16"),
     "checkpoint.resume": ("auto", "never"),
+    "checkpoint.async_busy": ("wait", "skip"),
     "telemetry.wandb.mode": ("auto", "online", "offline", "disabled"),
     "run.device": ("auto", "cpu", "cuda"),
 }
@@ -27,6 +28,7 @@ AT_LEAST = {
     "train.log_expert_load_interval": (1, 10),
     "checkpoint.interval": (0, 100),
     "checkpoint.keep_last": (0, 2),
+    "checkpoint.keep_every": (0, 1000),
 }
 MOST_MINUTES = 525600  # a year
 MOST_THREADS = 1024  # and processes that read data: more are a mistake rather than a wish
@@ -51,10 +53,24 @@ def check_run(config: RecipeConfig) -> None:
     check_range(config, "data.num_workers", 0, least=0, most=MOST_THREADS)
     if config.run.threads_per_rank is not None:
         check_range(config, "run.threads_per_rank", "null", least=1, most=MOST_THREADS)
+    _check_milestones(config)
     check_optim(config)
     check_lora(config)
     check_quant(config, CHOICES["stage.name"])
     _check_corpora(config)
+
+
+def _check_milestones(config: RecipeConfig) -> None:
+    steps = config.train.steps
+    for step in config.checkpoint.milestones:
+        if not 1 <= step <= steps:
+            raise refuse(
+                config,
+                "checkpoint.milestones",
+                f"names step {step}, which train.steps={steps} never reaches",
+                f"steps from 1 to {steps}",
+                f"'checkpoint.milestones=[{steps}]'",
+            )
 
 
 def _check_corpora(config: RecipeConfig) -> None:

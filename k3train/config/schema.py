@@ -145,6 +145,11 @@ class CheckpointConfig:
 
     interval: int = 100  # steps; 0: only at the end
     keep_last: int = 2  # older ones are pruned after a newer one is committed; 0 keeps all
+    keep_every: int = 0  # those after a multiple of this many steps are never pruned; 0: none
+    milestones: list[int] = field(default_factory=list)  # steps that are saved, and never pruned
+    async_save: bool = False  # training goes on while a checkpoint is written, from a copy in memory
+    async_busy: str = "wait"  # a save while another is being written: wait (for it) | skip (this one, with a word)
+    verify: bool = False  # hash every file of the checkpoint to continue from; sizes are always checked
     resume: str = "auto"  # auto: continue this run directory's newest checkpoint | never
     load: str | None = None  # start from the weights of this checkpoint (a fresh run)
 

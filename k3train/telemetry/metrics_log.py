@@ -123,7 +123,8 @@ def _recover(path: Path, start_step: int) -> Recovery:
                 continue
             if record.get("kind") == "train":
                 last_step = max(last_step, record["step"])
-            if record["step"] > start_step:
+            # A run that begins anew evaluates before its first step again.
+            if record["step"] > start_step or (start_step == 0 and record.get("kind") == "eval"):
                 after += 1
                 continue
             new.write(line if ends_with_newline else line + "\n")

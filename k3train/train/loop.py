@@ -10,7 +10,6 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from k3train.checkpoint import directory, store
 from k3train.config.schema import RecipeConfig
 from k3train.errors import UserError
 from k3train.model.build import build_chunks, start_model_parallel
@@ -24,6 +23,7 @@ from k3train.telemetry.timers import PhaseTimers
 from k3train.train import startup
 from k3train.train.metrics import Throughput, balance_metrics, gather_balance, memory_bytes, paths_taken
 from k3train.train.quantization import tell_quantization
+from k3train.train.resume import find_origin
 from k3train.train.signals import StopFlag, exit_code
 from k3train.train.stage import Batch, Stage
 from k3train.train.step import StepRunner
@@ -62,39 +62,41 @@ class Trainer:
         self.schedule = build_schedule(config.optim, self.optimizer, config.train.steps)
         layers = config.model.num_layers + config.model.mtp.num_layers
         self.qk_clip = QKClip(config.optim.qk_clip, self.models, self.optimizer, layers, here.device)
-        self.state, self.origin = startup.restore(
-            config, run_dir, self.models, self.optimizer, self.schedule, stage.fingerprint
-        )
+        built = (self.models, self.optimizer, self.schedule)
+        self.origin = find_origin(config, run_dir, *built, stage.fingerprint)
+        self.state, self.guards = self.origin.state, self.origin.guards  # `guards`: JSON, kept in checkpoints
         self.runner = StepRunner(self.models, transformer_config, config.train, stage, here.device)
         self.timers = PhaseTimers(here.device)
         self.throughput = Throughput.of(config, here)
         self.paths = paths_taken(config, here)
-        self.telemetry: Telemetry = startup.open_telemetry(config, run_dir, here, self.state, self.origin)
+        self.telemetry: Telemetry = startup.open_telemetry(config, run_dir, here, self.origin)
+        self.saver = startup.open_saver(
+            config, run_dir, self.telemetry, *built, data=stage.fingerprint, step=self.state.step
+        )
         self.held_out: list[dict[str, float]] = []  # evaluations of this process
         self.flag_raised = 0  # the stop signal that all ranks agreed on after the last step
-        self.last_saved = self.state.step if self.state.step else -1
 
     def run(self) -> int:
         """The loop."""
         train = self.config.train
-        startup.tell_start(self.telemetry, self.config, self.here, self.models, self.state, self.origin, self.paths)
-        tell_quantization(self.telemetry, self.config, self.origin)
+        startup.tell_start(self.telemetry, self.config, self.here, self.models, self.origin, self.paths)
+        tell_quantization(self.telemetry, self.config, self.origin.path)
         startup.tell_optimizer(self.telemetry, self.config, self.models, self.run_dir)
         status = "failed"
         try:
             if self.state.step == 0:
                 self._evaluate()
             steps = self.stage.training_steps(self.state.consumed_samples)
+            self.origin.set_generators(train.seed)
             while self.state.step < train.steps and not self.flag_raised:
                 self._step(steps)
-                done = self.state.step
                 if self._due(train.eval_interval):
                     self._evaluate()
-                if self._due(self.config.checkpoint.interval) or done == train.steps or self.flag_raised:
-                    self._save()
+                self._save()
             status = "interrupted" if self.flag_raised else "finished"
             return exit_code(self.flag_raised) if self.flag_raised else 0
         finally:
+            self.saver.abandon()  # what an error left half-written; nothing else
             pictures = self.telemetry.finish(status)
             if status == "finished":
                 startup.tell_end(self.run_dir, self.here, pictures, self.held_out)
@@ -151,7 +153,8 @@ class Trainer:
         for name, value in (("loss", loss), ("grad_norm", grad_norm)):
             if value is None or math.isfinite(value):
                 continue
-            saved = f"step {self.last_saved}" if self.last_saved > 0 else "no step"
+            self.saver.settle()
+            saved = f"step {self.saver.last_committed}" if self.saver.last_committed > 0 else "no step"
             text = (
                 f"{name}={value} is not finite, so the run ends; {saved} is saved. Try a lower optim.lr than "
                 f"{self.config.optim.lr} in another run.dir, or look at the data of this step"
@@ -174,30 +177,10 @@ class Trainer:
         self.telemetry.evaluation(metrics)
 
     def _save(self) -> None:
-        if self.last_saved == self.state.step:
-            return
-        started = time.perf_counter()
-        root = self.run_dir / "checkpoints"
-        try:
-            path = store.save(
-                root,
-                self.state,
-                self.models,
-                self.optimizer,
-                self.schedule,
-                config=startup.resolved(self.config),
-                run_id=self.telemetry.run_id,
-                data=self.stage.fingerprint,
-                tokenizer=Path(self.config.data.tokenizer),
-            )
-        except UserError as error:
-            if self.state.step == self.config.train.steps or self.flag_raised:
-                raise
-            self.telemetry.event(f"{error}; training goes on and tries again at the next checkpoint", "warning")
-            return
-        self.last_saved = self.state.step
-        seconds = time.perf_counter() - started
-        self.telemetry.event(f"checkpoint {path} committed in {seconds:.1f} s", seconds=seconds)
-        if self.here.rank == 0:
-            for trouble in directory.prune(root, self.config.checkpoint.keep_last):
-                self.telemetry.event(trouble, "warning")
+        """Save where that is due, or go on with a checkpoint that is being written."""
+        last = self.state.step == self.config.train.steps or bool(self.flag_raised)
+        with self.timers.phase("checkpoint"):
+            if last or self.saver.is_due(self.state.step):
+                self.saver.save(self.state, self.guards, last=last)
+            else:
+                self.saver.poll()

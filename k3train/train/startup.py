@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -19,17 +19,17 @@ from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from k3train.checkpoint import directory, store
-from k3train.checkpoint.state import TrainState
+from k3train.checkpoint.saver import Belongings, Saver
 from k3train.config.load import recipe_from_dict
 from k3train.config.schema import RecipeConfig, to_plain
 from k3train.errors import UserError
-from k3train.model.lora import is_adapter
 from k3train.optim.policy import apply_policy, format_table, optimizer_table
 from k3train.parallel.stages import describe
 from k3train.platform import Platform
 from k3train.telemetry.metrics_log import read_metrics
 from k3train.telemetry.telemetry import Telemetry
 from k3train.telemetry.wandb_sink import WandbSettings
+from k3train.train.resume import Origin
 
 CONFIG_FILE = "config.yaml"
 OPTIMIZER_FILE = "optimizer.txt"
@@ -95,7 +95,7 @@ def _claim(run_dir: Path, plain: dict[str, Any], resume: str) -> str | None:
     if saved.exists() or found:
         try:
             # Without its config.yaml a run is still that of its newest checkpoint.
-            earlier = _read_recipe(saved) if saved.exists() else directory.read_marker(found[-1][1])["config"]
+            earlier = _read_recipe(saved) if saved.exists() else _recipe_of_newest([path for _, path in found])
         except UserError as error:
             return str(error)
         if resume == "never" and found:
@@ -117,7 +117,19 @@ def _claim(run_dir: Path, plain: dict[str, Any], resume: str) -> str | None:
     temporary = saved.with_suffix(".tmp")
     temporary.write_text(yaml.safe_dump(plain, sort_keys=False), encoding="utf-8")
     temporary.replace(saved)
+    directory.sweep(root)  # no other process writes here: the lock is held
     return None
+
+
+def _recipe_of_newest(checkpoints: list[Path]) -> dict[str, Any]:
+    """The recipe in the newest checkpoint that can be read; the error of the newest where none can."""
+    first: UserError | None = None
+    for path in reversed(checkpoints):
+        try:
+            return directory.read_marker(path)["config"]
+        except directory.DamagedCheckpointError as error:
+            first = first or error
+    raise first or AssertionError("no checkpoint")
 
 
 def _read_recipe(saved: Path) -> dict[str, Any]:
@@ -162,65 +174,8 @@ def _flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
-def restore(
-    config: RecipeConfig,
-    run_dir: Path,
-    models: list[torch.nn.Module],
-    optimizer: MegatronOptimizer,
-    schedule: OptimizerParamScheduler,
-    data: str,
-) -> tuple[TrainState, Path | None]:
-    """Continue the run's newest checkpoint, or start from `checkpoint.load`'s weights, or from scratch.
-
-    Returns the counters and the checkpoint they came from.
-
-    Raises:
-        UserError: the training data (`data` is their fingerprint) are not those the run began with, or the checkpoint
-            cannot be loaded.
-    """
-    own = directory.committed(run_dir / "checkpoints") if config.checkpoint.resume == "auto" else []
-    newest = [own[-1][1] if own else None]
-    dist.broadcast_object_list(newest, src=0)
-    if newest[0] is not None:
-        began_with = directory.read_marker(newest[0]).get("data")
-        if began_with not in (None, data):
-            raise UserError(
-                f"The training data are not those that {newest[0]} was trained on (the files of data.train were "
-                "written anew, or in another order); put the old ones back, or start another run.dir with "
-                f"checkpoint.load={newest[0]}"
-            )
-        return store.load(newest[0], models, optimizer, schedule), newest[0]
-    if config.checkpoint.load is not None:
-        source = directory.resolve(config.checkpoint.load)
-        store.load_model(source, models, _new_parameters(config, source))
-        optimizer.reload_model_params()
-        return TrainState(), source
-    return TrainState(), None
-
-
-def _new_parameters(config: RecipeConfig, source: Path) -> Callable[[str], bool]:
-    """Which parameters the checkpoint `source` lacks: adapters, where it was trained without any.
-
-    Raises:
-        UserError: it has adapters that this run would drop, or would build otherwise.
-    """
-    theirs, ours = recipe_from_dict(directory.read_marker(source)["config"]).lora, config.lora
-    if not theirs.enabled:
-        return is_adapter
-    if not ours.enabled or (theirs.rank, theirs.alpha, theirs.targets) != (ours.rank, ours.alpha, ours.targets):
-        raise UserError(
-            f"checkpoint.load={source} has adapters ({theirs.describe()}) that this run's lora section does not build;"
-            f" train on with the same section (lora.enabled=true lora.rank={theirs.rank} lora.alpha={theirs.alpha:g}"
-            f" 'lora.targets=[{','.join(theirs.targets)}]'), or merge them with `k3train export` and import that"
-        )
-    return lambda name: False
-
-
-def open_telemetry(
-    config: RecipeConfig, run_dir: Path, here: Platform, state: TrainState, origin: Path | None
-) -> Telemetry:
+def open_telemetry(config: RecipeConfig, run_dir: Path, here: Platform, origin: Origin) -> Telemetry:
     """The run's telemetry; only rank 0 writes. A continued run keeps the W&B id that its checkpoint carries."""
-    run_id = directory.read_marker(origin).get("wandb_run_id") if state.step and origin else None
     return Telemetry(
         run_dir,
         resolved(config),
@@ -228,10 +183,34 @@ def open_telemetry(
         console=config.telemetry.console,
         interactive=config.telemetry.interactive,
         wandb=WandbSettings(**vars(config.telemetry.wandb), name=config.run.name),
-        run_id=run_id,
+        run_id=origin.run_id,
         is_writer=here.rank == 0,
         code_version=code_version(),
-        start_step=state.step,
+        start_step=origin.state.step,
+    )
+
+
+def open_saver(
+    config: RecipeConfig,
+    run_dir: Path,
+    telemetry: Telemetry,
+    models: list[torch.nn.Module],
+    optimizer: MegatronOptimizer,
+    schedule: OptimizerParamScheduler,
+    data: str,
+    step: int,
+) -> Saver:
+    """What writes the run's checkpoints; `step` is that of the one it continues from."""
+    belongings = Belongings(resolved(config), telemetry.run_id, data, code_version(), Path(config.data.tokenizer))
+    return Saver(
+        run_dir / "checkpoints",
+        config.checkpoint,
+        models,
+        optimizer,
+        schedule,
+        belongings,
+        telemetry.event,
+        step or -1,
     )
 
 
@@ -240,8 +219,7 @@ def tell_start(
     config: RecipeConfig,
     here: Platform,
     models: list[torch.nn.Module],
-    state: TrainState,
-    origin: Path | None,
+    origin: Origin,
     paths: dict[str, str],
 ) -> None:
     """Say what runs, on what, from where, and which paths are taken."""
@@ -258,13 +236,18 @@ def tell_start(
     if p.pipeline > 1:
         telemetry.event("pipeline stages:\n" + describe(config))
     telemetry.event("paths: " + ", ".join(f"{part}={path}" for part, path in paths.items()))
-    if origin is not None:
-        verb = "continues" if state.step else "starts with the weights of"
-        telemetry.event(f"{verb} {origin}" + (f" at step {state.step}" if state.step else ""))
-    if state.step >= config.train.steps:
+    step = origin.state.step
+    for text in origin.warnings:
+        telemetry.event(text, "warning")
+    if origin.path is not None:
+        verb = "continues" if step else "starts with the weights of"
+        telemetry.event(f"{verb} {origin.path}" + (f" at step {step}" if step else ""))
+    for text in origin.notes:
+        telemetry.event(text)
+    if step >= config.train.steps:
         telemetry.event(
             f"nothing to do: train.steps={config.train.steps} are done; to train on from here, start another run with "
-            f"run.name=... and checkpoint.load={origin}"
+            f"run.name=... and checkpoint.load={origin.path}"
         )
 
 

@@ -24,8 +24,8 @@ from k3train.config.load import load_recipe
 from k3train.config.quant import QuantConfig
 from k3train.config.schema import RecipeConfig
 
-LOSS_TOLERANCE = 3e-5  # relative
-GRADIENT_TOLERANCE = 1e-2  # relative, in norm, per parameter
+LOSS_TOLERANCE = 2e-6  # relative; the loss of so young a model hardly feels rounding
+GRADIENT_TOLERANCE = 3e-3  # relative, in norm, per parameter
 PARAMETER_TOLERANCE = 1e-4
 ON = QuantConfig(enabled=True, skip_stages=[])
 
@@ -101,7 +101,6 @@ def test_the_bounds_see_a_wrong_block(pool: WorkerPool, one_rank: dict) -> None:
     for quant in (QuantConfig(), dataclasses.replace(ON, weight_scale="floor"), dataclasses.replace(ON, inputs="none")):
         loss, gradient = distances(pool.run(train, 1, qat_recipe(quant=quant)), one_rank[False])
         print(quant.describe(), loss, gradient)
-        assert loss > LOSS_TOLERANCE
         assert gradient > 3 * GRADIENT_TOLERANCE
 
 

@@ -1,0 +1,265 @@
+"""Saves the checkpoints of a run: when they are written, committed, skipped, retried and pruned.
+
+Every rank has one and calls the same methods after the same steps.
+"""
+
+from __future__ import annotations
+
+import gc
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.core import CheckpointingException
+from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
+from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from torch.distributed.checkpoint.api import CheckpointException
+
+from k3train.checkpoint import directory, manifest, retention, rng, store
+from k3train.checkpoint.state import TrainState
+from k3train.checkpoint.writing import Writing, live_storages, new_attempt
+from k3train.config.schema import CheckpointConfig
+from k3train.errors import UserError
+
+Tell = Callable[..., None]  # (text, level, **fields)
+
+
+@dataclass
+class Belongings:
+    """What the marker of every checkpoint of a run says beside its counters."""
+
+    config: dict[str, Any]  # the resolved recipe
+    run_id: str | None  # of W&B
+    data: str | None  # fingerprint of the training data
+    code: str  # version of the code
+    tokenizer: Path | None  # its files are copied in, so that a checkpoint can be used on its own
+
+
+@dataclass
+class _Pending:
+    step: int
+    attempt: str
+    marker: dict[str, Any]
+    writing: Writing
+    started: float
+    pause: float  # seconds of training that this save has cost so far
+
+
+@contextmanager
+def _quick_collection() -> Iterator[None]:
+    """Megatron-Core collects garbage when it has gathered the optimizer's state: look only at what was made since."""
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+
+
+class Saver:
+    """Writes checkpoints at once or beside the training (`checkpoint.async_save`)."""
+
+    def __init__(
+        self,
+        root: Path,
+        config: CheckpointConfig,
+        models: list[torch.nn.Module],
+        optimizer: MegatronOptimizer,
+        schedule: OptimizerParamScheduler,
+        belongings: Belongings,
+        tell: Tell,
+        last_committed: int = -1,
+    ) -> None:
+        self.root, self.config, self.belongings, self.tell = root, config, belongings, tell
+        self.models, self.optimizer, self.schedule = models, optimizer, schedule
+        self.last_committed = last_committed
+        self._pending: _Pending | None = None
+        # Remembers the plan: from the third save on it is not gathered from all ranks again. What a run holds does not
+        # change while it lasts.
+        self._strategy = TorchDistSaveShardedStrategy(cached_metadata=True)
+        self._validated = False  # that every piece is saved by exactly one rank
+
+    @property
+    def pending_step(self) -> int | None:
+        """The step whose checkpoint is being written."""
+        return self._pending.step if self._pending else None
+
+    def is_due(self, step: int) -> bool:
+        """Whether the recipe wants a checkpoint after `step` steps (the last one apart)."""
+        interval = self.config.interval
+        return (interval > 0 and step % interval == 0) or step in self.config.milestones
+
+    def save(self, state: TrainState, guards: dict[str, Any], *, last: bool) -> None:
+        """Save what `state.step` steps have made; with `last`, nothing follows: all is on the disk when this returns.
+
+        A failure is told and training goes on, to try again at the next checkpoint.
+
+        Raises:
+            UserError: the last checkpoint of the run cannot be written; older ones are left as they were.
+        """
+        if self._pending and self._pending.step != state.step and not self._make_room(state.step, last):
+            return
+        if state.step != self.last_committed and self._pending is None:
+            try:
+                self._begin(state, guards, in_thread=self.config.async_save and not last)
+            except UserError as error:
+                self._failed(error, last)
+                return
+        if self._pending and (last or not self.config.async_save):
+            self._complete(last)
+
+    def poll(self) -> None:
+        """Commit the checkpoint that is being written if every rank has written its part."""
+        if self._pending is None:
+            return
+        started = time.perf_counter()
+        # A collective only while a checkpoint is being written, which all ranks know alike.
+        device = next(self.models[0].parameters()).device
+        done = torch.tensor([int(self._pending.writing.is_done())], device=device)
+        dist.all_reduce(done, op=dist.ReduceOp.MIN)
+        self._pending.pause += time.perf_counter() - started
+        if int(done):
+            self._complete(last=False)
+
+    def settle(self) -> None:
+        """Wait for the checkpoint that is being written, and commit it. Every rank calls this."""
+        if self._pending is not None:
+            self._complete(last=False)
+
+    def abandon(self) -> None:
+        """The run ends with an error: what is being written never counts. Talks to no other rank."""
+        if self._pending is not None:
+            self._pending.writing.abandon()
+            self._pending = None
+
+    def _make_room(self, step: int, last: bool) -> bool:
+        """Wait for the checkpoint that is being written, or say that this one is skipped."""
+        earlier = self._pending.step
+        if not last and self.config.async_busy == "skip":
+            self.poll()
+            if self._pending is not None:
+                self.tell(
+                    f"the checkpoint of step {step} is skipped: that of step {earlier} is still being written "
+                    "(checkpoint.async_busy=skip)",
+                    "warning",
+                )
+                return False
+            return True
+        started = time.perf_counter()
+        self._complete(last=False)
+        if not last:
+            seconds = time.perf_counter() - started
+            self.tell(
+                f"the checkpoint of step {step} waited {seconds:.1f} s for that of step {earlier} "
+                "(checkpoint.async_busy=wait)",
+                "warning",
+                waited=seconds,
+            )
+        return True
+
+    def _begin(self, state: TrainState, guards: dict[str, Any], in_thread: bool) -> None:
+        started = time.perf_counter()
+        attempt = new_attempt()
+        partial = directory.partial_of(self.root, state.step, attempt)
+        failure = store.on_first_rank(lambda: partial.mkdir(parents=True))
+        self._check(failure, f"The checkpoint directory {partial} cannot be made")
+        marker = self._marker(state, guards)
+        with store.current_parameters(self.models), _quick_collection():
+            try:
+                content = store.everything(self.models, self.optimizer, self.schedule, is_loading=False)
+                content["rng"] = rng.sharded(rng.capture())
+                request = dist_checkpointing.save(
+                    content,
+                    str(partial),
+                    self._strategy,
+                    validate_access_integrity=not self._validated,
+                    async_sharded_save=True,
+                    async_strategy="mcore",
+                )
+                live = live_storages(self.models, self.optimizer) if in_thread else None
+                writing = Writing(request, partial, live)
+            except (CheckpointException, CheckpointingException, OSError) as error:
+                failure = store.reason(error)
+            self._check(store.agree(failure), f"The checkpoint in {partial} cannot be written", partial)
+            writing.start(in_thread)
+        self._validated = True
+        self._pending = _Pending(state.step, attempt, marker, writing, started, time.perf_counter() - started)
+
+    def _complete(self, last: bool) -> None:
+        """Wait until all ranks have written, commit and prune."""
+        pending, self._pending = self._pending, None
+        waited_from = time.perf_counter()
+        try:
+            path = self._commit(pending)
+        except UserError as error:
+            self._failed(error, last)
+            return
+        self.last_committed = pending.step
+        now = time.perf_counter()
+        seconds, pause = now - pending.started, pending.pause + now - waited_from
+        how = f"; written beside the training, which paused for {pause:.2f} s" if pause < 0.99 * seconds else ""
+        self.tell(
+            f"checkpoint {path} committed in {seconds:.1f} s{how}",
+            seconds=seconds,
+            pause=pause,
+            write_seconds=pending.writing.seconds,
+        )
+        if dist.get_rank() == 0:
+            keep = retention.Retention(self.config.keep_last, self.config.keep_every, self.config.milestones)
+            for trouble in retention.prune(self.root, keep):
+                self.tell(trouble, "warning")
+
+    def _commit(self, pending: _Pending) -> Path:
+        writing, partial = pending.writing, pending.writing.partial
+        writing.wait()
+        reports: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(reports, (writing.failure, writing.hashes))
+        failure = next((told for told, _ in reports if told is not None), None)
+        self._check(failure, f"The checkpoint in {partial} cannot be written", partial)
+        try:
+            writing.finish()
+        except (CheckpointException, CheckpointingException, OSError) as error:
+            failure = store.reason(error)
+        self._check(store.agree(failure), f"The checkpoint in {partial} cannot be written", partial)
+        known: dict[str, manifest.Entry] = {name: entry for _, files in reports for name, entry in files.items()}
+
+        def commit() -> None:
+            if self.belongings.tokenizer is not None:
+                directory.copy_tokenizer(self.belongings.tokenizer, partial / directory.TOKENIZER)
+            directory.commit(self.root, pending.step, pending.marker, pending.attempt, known)
+
+        failure = store.on_first_rank(commit)
+        self._check(failure, f"The checkpoint in {partial} cannot be committed", partial)
+        return directory.directory_of(self.root, pending.step)
+
+    def _marker(self, state: TrainState, guards: dict[str, Any]) -> dict[str, Any]:
+        own = self.belongings
+        return {
+            "state": state.to_dict(),
+            "guards": guards,
+            "rng": rng.layout(),
+            "config": own.config,
+            "wandb_run_id": own.run_id,
+            "data": own.data,
+            "versions": {**store.versions(), "code": own.code},
+        }
+
+    def _check(self, failure: str | None, what: str, partial: Path | None = None) -> None:
+        """Raise on every rank what all have agreed on, and free the space of what was written in vain."""
+        if failure is None:
+            return
+        if partial is not None and dist.get_rank() == 0:
+            shutil.rmtree(partial, ignore_errors=True)
+        raise UserError(f"{what} ({failure}); free space or rights there, or choose another run.dir")
+
+    def _failed(self, error: UserError, last: bool) -> None:
+        if last:
+            raise error
+        self.tell(f"{error}; training goes on and tries again at the next checkpoint", "warning")

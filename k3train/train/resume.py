@@ -1,0 +1,185 @@
+"""Where a run begins: at its newest good checkpoint, at the weights of another one, or at the start."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+
+from k3train.checkpoint import directory, health, manifest, rng, store
+from k3train.checkpoint.state import TrainState
+from k3train.config.schema import RecipeConfig
+from k3train.errors import UserError
+from k3train.train.adapters import new_parameters
+
+
+@dataclass
+class Origin:
+    """What a run begins with, the same on every rank but for the generators."""
+
+    state: TrainState = field(default_factory=TrainState)
+    path: Path | None = None  # the checkpoint
+    run_id: str | None = None  # of W&B
+    guards: dict[str, Any] = field(default_factory=dict)  # what the guards of the loop remember
+    warnings: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    generators: dict[str, Any] | None = None  # states of this rank's; None where another layout wrote them
+
+    def set_generators(self, seed: int) -> None:
+        """Put this rank's random number generators where the checkpoint left them. The last thing before the first
+        batch is read: what is built before may draw from them.
+        """
+        if self.generators is not None:
+            rng.restore(self.generators)
+        else:
+            rng.reseed(seed, self.state.step)
+
+
+def find_origin(
+    config: RecipeConfig,
+    run_dir: Path,
+    models: list[torch.nn.Module],
+    optimizer: MegatronOptimizer,
+    schedule: OptimizerParamScheduler,
+    data: str,
+) -> Origin:
+    """Continue the run's newest good checkpoint, or start from `checkpoint.load`'s weights, or from scratch.
+
+    Raises:
+        UserError: the training data (`data` is their fingerprint) are not those the run began with, a newer version
+            wrote the newest checkpoint, or there are checkpoints and none can be loaded.
+    """
+    if config.checkpoint.resume == "auto":
+        origin = _newest_good(config, run_dir / "checkpoints", models, optimizer, schedule, data)
+        if origin is not None:
+            return origin
+    if config.checkpoint.load is None:
+        return Origin()
+    source = directory.resolve(config.checkpoint.load)
+    _check_source(config, source)
+    store.load_model(source, models, new_parameters(config, source))
+    optimizer.reload_model_params()
+    return Origin(path=source)
+
+
+def _newest_good(
+    config: RecipeConfig,
+    root: Path,
+    models: list[torch.nn.Module],
+    optimizer: MegatronOptimizer,
+    schedule: OptimizerParamScheduler,
+    data: str,
+) -> Origin | None:
+    bad: list[tuple[Path, str]] = []
+    for path in _shared([path for _, path in reversed(directory.committed(root))]):
+        found = _problems(path, config.checkpoint.verify)
+        if found:
+            bad.append((path, found[0]))
+            continue
+        try:
+            marker = store.shared_marker(path)
+            _check_data(path, marker, data)
+            state, generators = store.load(path, models, optimizer, schedule)
+        except directory.DamagedCheckpointError as error:
+            bad.append((path, str(error)))
+            continue
+        origin = Origin(state, path, marker.get("wandb_run_id"), marker.get("guards", {}), generators=generators)
+        origin.warnings = _set_aside(bad, state.step)
+        if generators is None:
+            origin.notes.append(
+                "another layout (or an earlier version) wrote the random number generators, which are seeded anew from"
+                " train.seed, step and rank"
+            )
+        return origin
+    if bad:
+        more = f" (and {len(bad) - 1} older ones are damaged too)" if len(bad) > 1 else ""
+        raise UserError(
+            f"{bad[0][0]} is damaged: {bad[0][1]}{more}; no good checkpoint is left to continue from: put one back, or"
+            " start another run.dir"
+        )
+    return None
+
+
+def _problems(path: Path, verify: bool) -> list[str]:
+    """What is wrong with a checkpoint: sizes are looked at by rank 0, contents by all ranks, each its share of files.
+
+    Raises:
+        NewerFormatError: a newer version wrote it.
+    """
+    box: list[Any] = [None]
+    if dist.get_rank() == 0:
+        try:
+            box[0] = health.problems(path)
+        except UserError as error:
+            box[0] = error
+    dist.broadcast_object_list(box, src=0)
+    if isinstance(box[0], UserError):
+        raise box[0]
+    if box[0] or not verify or (listed := store.shared_marker(path).get("manifest")) is None:
+        return box[0]
+    try:
+        files = manifest.read(path, listed)
+        mine = list(files)[dist.get_rank() :: dist.get_world_size()]
+        found = manifest.compare(path, {name: files[name] for name in mine}, verify=True)
+    except ValueError as error:
+        found = [str(error)]
+    told = store.agree(found[0] if found else None)
+    return [told] if told else []
+
+
+def _set_aside(bad: list[tuple[Path, str]], step: int) -> list[str]:
+    """Give damaged checkpoints another ending, so that none counts as one to keep; a loud sentence for each."""
+    told = []
+    for path, why in bad:
+        aside = path.with_name(f"{path.name}.damaged")
+        box = [False]
+        if dist.get_rank() == 0:
+            try:
+                path.rename(aside)
+                box[0] = True
+            except OSError:
+                pass
+        dist.broadcast_object_list(box, src=0)
+        where = f"it is kept as {aside.name}" if box[0] else "it cannot be renamed: remove it by hand"
+        told.append(f"{path} is damaged ({why}); the run goes back to step {step}, and {where}")
+    return told
+
+
+def _check_data(path: Path, marker: dict[str, Any], data: str) -> None:
+    if marker.get("data") not in (None, data):
+        raise UserError(
+            f"The training data are not those that {path} was trained on (the files of data.train were "
+            "written anew, or in another order); put the old ones back, or start another run.dir with "
+            f"checkpoint.load={path}"
+        )
+
+
+_SIZES = ("num_layers", "hidden_size", "vocab_size", "ffn_hidden_size", "full_attention_layers")
+
+
+def _check_source(config: RecipeConfig, source: Path) -> None:
+    """Say which size differs before the weights of another model are looked for.
+
+    Raises:
+        UserError: a size of the model that the checkpoint holds is not the recipe's.
+    """
+    there = store.shared_marker(source)["config"].get("model", {})
+    for name in _SIZES:
+        here = getattr(config.model, name)
+        here = list(here) if isinstance(here, list | tuple) else here
+        if name in there and there[name] != here:
+            raise UserError(
+                f"checkpoint.load={source} holds another model: model.{name} was {there[name]} there and is {here}"
+                f" here; choose another checkpoint, or model.{name}={there[name]}"
+            )
+
+
+def _shared(paths: list[Path]) -> list[Path]:
+    box = [paths]
+    dist.broadcast_object_list(box, src=0)
+    return box[0]

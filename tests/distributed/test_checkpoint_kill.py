@@ -1,0 +1,54 @@
+"""SIGKILL at named places and at random moments around saves: the run always goes on from what was committed last, and
+ends as if nothing had happened. `K3_TEST_LONG=1` tries 40 random moments.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from small_run import lines, make_corpus
+from stored import assert_same, newest
+
+HERE = Path(__file__).resolve().parent
+PLACES = ("accumulation", "evaluation", "planned", "written", "unmarked", "marked", "committed", "pruning")
+MOMENTS = 40 if os.environ.get("K3_TEST_LONG") else 4
+
+
+def test_kill_9_of_any_rank_at_any_moment(tmp_path: Path) -> None:
+    corpus = make_corpus(tmp_path)
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    environment["PYTHONPATH"] = os.pathsep.join([str(HERE), *sys.path])
+    command = [sys.executable, str(HERE / "kill_runner.py"), str(corpus), str(tmp_path), "7", str(MOMENTS)]
+    done = subprocess.run(
+        [*command, ",".join(PLACES)], env=environment, capture_output=True, text=True, timeout=1500, check=False
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    clean, *attempts = json.loads(done.stdout.splitlines()[-1])
+    assert clean["codes"] == {"0": 0, "1": 0}, clean
+    *killed, last = attempts
+    assert last["codes"] == {"0": 0, "1": 0}, (last, _logs(tmp_path, len(killed)))
+    for number, report in enumerate(killed):
+        assert not report["timed_out"], (report, _logs(tmp_path, number))
+        kill = report["kill"]
+        if "place" in kill:  # it died by our hand, there
+            assert report["codes"][str(kill["rank"])] == -9, (report, _logs(tmp_path, number))
+    for number, report in enumerate(attempts):
+        assert report["began"] in (report["expected"], None), report
+        assert report["damage"] == [], report
+        if "place" not in (report["kill"] or {}):
+            continue
+        assert report["began"] == report["expected"], (report, _logs(tmp_path, number))
+    assert any(name.endswith(".partial") for report in killed for name in report["left"])
+    assert not any("." in name for name in last["left"]), last["left"]  # all of it was cleaned up
+    assert len({report["began"] for report in attempts} - {None}) > len(killed) // 2  # kills did not hit one spot
+    for kind in ("train", "eval"):
+        assert lines(tmp_path / "killed", kind) == lines(tmp_path / "clean", kind)
+    assert_same(newest(tmp_path / "killed"), newest(tmp_path / "clean"))
+
+
+def _logs(folder: Path, number: int) -> str:
+    return "\n".join(path.read_text()[-1500:] for path in sorted((folder / f"attempt-{number}").glob("*.log")))
