@@ -21,6 +21,7 @@ from k3train.errors import UserError
 
 MARKER = "checkpoint.json"
 TOKENIZER = "tokenizer"
+STAGE = "stage.json"  # what the stage goes on from, where it has a state
 GENERATION_CONFIG = "generation_config.json"
 FORMAT_VERSION = 1
 _NAME = re.compile(r"step_(\d{8,})")

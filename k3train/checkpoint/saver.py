@@ -6,6 +6,7 @@ Every rank has one and calls the same methods after the same steps.
 from __future__ import annotations
 
 import gc
+import json
 import shutil
 import time
 from collections.abc import Callable, Iterator
@@ -51,6 +52,7 @@ class _Pending:
     writing: Writing
     started: float
     pause: float  # seconds of training that this save has cost so far
+    stage: str | None = None  # the stage's state
 
 
 @contextmanager
@@ -96,9 +98,12 @@ class Saver:
         interval = self.config.interval
         return (interval > 0 and step % interval == 0) or step in self.config.milestones
 
-    def save(self, state: TrainState, guards: dict[str, Any], *, last: bool) -> None:
+    def save(
+        self, state: TrainState, guards: dict[str, Any], *, last: bool, stage: dict[str, Any] | None = None
+    ) -> None:
         """Save what `state.step` steps have made; with `last`, nothing follows: all is on the disk when this returns.
 
+        `stage` is plain data that the stage goes on from, the same on every rank; it is written as it is now.
         A failure is told and training goes on, to try again at the next checkpoint.
 
         Raises:
@@ -108,7 +113,7 @@ class Saver:
             return
         if state.step != self.last_committed and self._pending is None:
             try:
-                self._begin(state, guards, in_thread=self.config.async_save and not last)
+                self._begin(state, guards, stage, in_thread=self.config.async_save and not last)
             except UserError as error:
                 self._failed(error, last)
                 return
@@ -164,13 +169,16 @@ class Saver:
             )
         return True
 
-    def _begin(self, state: TrainState, guards: dict[str, Any], in_thread: bool) -> None:
+    def _begin(
+        self, state: TrainState, guards: dict[str, Any], stage: dict[str, Any] | None, in_thread: bool
+    ) -> None:
         started = time.perf_counter()
         attempt = new_attempt()
         partial = directory.partial_of(self.root, state.step, attempt)
         failure = store.on_first_rank(lambda: partial.mkdir(parents=True))
         self._check(failure, f"The checkpoint directory {partial} cannot be made")
         marker = self._marker(state, guards)
+        stage_text = None if stage is None else json.dumps(stage)
         with store.current_parameters(self.models), _quick_collection():
             try:
                 writing = self._plan(partial, in_thread)
@@ -179,7 +187,8 @@ class Saver:
             self._check(store.agree(failure), f"The checkpoint in {partial} cannot be written", partial)
             writing.start(in_thread)
         self._validated = True
-        self._pending = _Pending(state.step, attempt, marker, writing, started, time.perf_counter() - started)
+        pause = time.perf_counter() - started
+        self._pending = _Pending(state.step, attempt, marker, writing, started, pause, stage_text)
 
     def _plan(self, partial: Path, in_thread: bool) -> Writing:
         """What this rank is to write; with `in_thread`, of copies that training does not change."""
@@ -237,6 +246,8 @@ class Saver:
         def commit() -> None:
             if self.belongings.tokenizer is not None:
                 directory.copy_tokenizer(self.belongings.tokenizer, partial / directory.TOKENIZER)
+            if pending.stage is not None:
+                (partial / directory.STAGE).write_text(pending.stage, encoding="utf-8")
             directory.commit(self.root, pending.step, pending.marker, pending.attempt, known)
 
         failure = store.on_first_rank(commit)

@@ -8,6 +8,8 @@ from typing import Any
 from k3train.config.deepspeed import DeepSpeedConfig
 from k3train.config.model import ModelConfig
 from k3train.config.quant import QuantConfig
+from k3train.config.rl import RLConfig
+from k3train.config.sft import SftConfig
 
 
 @dataclass
@@ -195,6 +197,8 @@ class RecipeConfig:
     quant: QuantConfig = field(default_factory=QuantConfig)
     data: DataConfig = field(default_factory=DataConfig)
     stage: StageConfig = field(default_factory=StageConfig)
+    sft: SftConfig = field(default_factory=SftConfig)
+    rl: RLConfig = field(default_factory=RLConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     telemetry: TelemetryConfig = field(default_factory=TelemetryConfig)

@@ -79,4 +79,5 @@ class K3Layer(MegatronModule):
     def _feed_forward(self, x: torch.Tensor, packing: Packing) -> torch.Tensor:
         if hasattr(self, "ffn"):
             return self.ffn(x)
+        self.moe.router.replayed = packing.routing_shard(self.config, self.index)
         return self.moe(x, padding_mask=packing.padding_shard(self.config))[0]

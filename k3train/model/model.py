@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from megatron.core import tensor_parallel
@@ -22,12 +22,13 @@ from k3train.parallel.stages import StageContents
 
 @dataclass
 class TokenLosses:
-    """Per-token cross-entropies [b, s] in fp32 nats, and where they count."""
+    """Per-token cross-entropies [b, s] in fp32 nats, and where they count; `batch` is what else a stage put in."""
 
     loss: torch.Tensor
     loss_mask: torch.Tensor
     mtp_loss: torch.Tensor | None = None
     mtp_mask: torch.Tensor | None = None
+    batch: dict[str, torch.Tensor] = field(default_factory=dict)
 
 
 def padded_vocab_size(vocab_size: int, multiple: int, tensor_parallel_size: int) -> int:

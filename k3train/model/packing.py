@@ -20,6 +20,8 @@ class Packing:
     `padding` [b, s] is true where a token is filler (None: no filler).
     `context` is set where the tokens are one context-parallel rank's part of longer rows (see `shard`); the documents
     then reach over both ends.
+    `routing` [b, s, MoE layers, top_k] names the experts that tokens go to, as another run of the model chose them; -1
+    where the router chooses (None: it does everywhere).
     `held` is what this rank's virtual chunks keep of the micro-batch for one another: they share one `Packing`.
     """
 
@@ -27,6 +29,7 @@ class Packing:
     padding: torch.Tensor | None = None
     context: ContextShard | None = None
     held: HeldSummaries = field(default_factory=HeldSummaries, repr=False, compare=False)
+    routing: torch.Tensor | None = None
 
     def __post_init__(self) -> None:
         ids = self.document_ids
@@ -70,6 +73,17 @@ class Packing:
             return self.padding
         rank = parallel_state.get_tensor_model_parallel_rank()
         return self.padding.chunk(config.tensor_model_parallel_size, dim=1)[rank]
+
+    def routing_shard(self, config: TransformerConfig, layer: int) -> torch.Tensor | None:
+        """What `routing` says for decoder layer `layer`, [tokens, top_k] in the order of the router's tokens."""
+        if self.routing is None:
+            return None
+        number = sum(config.k3.is_moe(index) for index in range(layer))
+        chosen = self.routing[:, :, number].long()
+        if config.sequence_parallel:
+            rank = parallel_state.get_tensor_model_parallel_rank()
+            chosen = chosen.chunk(config.tensor_model_parallel_size, dim=1)[rank]
+        return chosen.transpose(0, 1).flatten(0, 1)
 
     def attention_mask(self) -> torch.Tensor:
         """[b, 1, s, s], true where a query (row) may see a key: same document, not later. Built once."""

@@ -53,6 +53,8 @@ class QuantileBalancingRouter(TopKRouter, BalancedRouter):
         self._bias_before = self.selection_bias  # at the start of a step's update
         self.kept_scores: list[torch.Tensor] = []  # this step's, [tokens, n_experts] each
         self.micro_batch_biases: list[torch.Tensor] = []  # this step's, [n_experts] each
+        self.replayed: torch.Tensor | None = None  # [tokens, top_k] experts to take instead of choosing; -1: choose
+        self.recorded: list[torch.Tensor] | None = None  # where a list stands, the experts of every call are added
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         """Move with the module, but keep the bias in fp32 whatever the module is converted to."""
@@ -81,6 +83,10 @@ class QuantileBalancingRouter(TopKRouter, BalancedRouter):
             indices, _ = select_and_count(
                 scores.detach(), self.selection_bias, self.moe.top_k, counts, padding, self.moe.quantile_spacing
             )
+        if self.replayed is not None:
+            indices = torch.where(self.replayed >= 0, self.replayed, indices)
+        if self.recorded is not None:
+            self.recorded.append(indices)
         chosen = scores.gather(1, indices)
         # A single chosen expert keeps its score as its weight, as in the released code; else it would always be 1.
         if self.moe.renormalize and self.moe.top_k > 1:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -14,6 +15,7 @@ from k3train.errors import UserError
 from k3train.model.model import K3Model
 from k3train.model.packing import Packing
 from k3train.model.state import PAGE_SIZE, SequenceStates
+from k3train.rollout.experts import ExpertRecorder
 from k3train.rollout.sampling import Choice, SamplingConfig, choose, stream
 
 MAX_ROWS = 32
@@ -22,12 +24,21 @@ PREFILL_TOKENS = 2048
 
 @dataclass(frozen=True)
 class Request:
-    """`samples` continuations of `prompt`, each until one of `stop` or `sampling.max_new_tokens`."""
+    """`samples` continuations of `prompt`, each until one of `stop` or `sampling.max_new_tokens`.
+
+    A sample that was paused goes on where it was: `prompt` then holds what it has made too, `stream_of`,
+    `first_sample` and `drawn` say which random numbers are its next, and `row` may name its kept states.
+    """
 
     prompt: tuple[int, ...]
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     stop: frozenset[int] = frozenset()
     samples: int = 1
+    stream_of: tuple[int, ...] | None = None  # what names the random numbers besides seed and sample; None: the prompt
+    first_sample: int = 0  # the number of the first sample among those of `stream_of`
+    drawn: int = 0  # random numbers that were used before
+    row: int | None = None  # states that hold the beginning of `prompt`; for a single sample
+    keep: bool = False  # keep the states of a sample that ends (`BatchGenerator.kept`)
 
 
 @dataclass(frozen=True)
@@ -40,6 +51,8 @@ class Sampled:
     logprob: float  # under the model: temperature 1, whole vocabulary, nats
     sampling_logprob: float  # under the distribution it was drawn from
     finish: str | None = None
+    # Where experts are recorded: of the positions computed since the last token, int16 [n, MoE layers, top_k].
+    experts: torch.Tensor | None = None
 
 
 @dataclass
@@ -49,6 +62,7 @@ class _Prefilled:
     request: int
     row: int
     logits: torch.Tensor
+    experts: torch.Tensor | None = None
     started: int = 0
 
 
@@ -60,6 +74,7 @@ class _Running:
     sample: int
     row: int
     generator: torch.Generator
+    experts: torch.Tensor | None = None
     token: int = -1
     produced: int = 0
 
@@ -85,6 +100,8 @@ class BatchGenerator:
     page_size: int = PAGE_SIZE
     group: dist.ProcessGroup | None = None
     requests: list[Request] = field(default_factory=list)
+    record_experts: bool = False
+    kept: dict[tuple[int, int], int] = field(default_factory=dict)  # of (request, sample): the row that holds it
 
     def __post_init__(self) -> None:
         if self.max_rows < 1 or self.prefill_tokens < 1:
@@ -96,6 +113,7 @@ class BatchGenerator:
         self._prefilled: deque[_Prefilled] = deque()
         self._running: list[_Running] = []
         self._cancelled: set[tuple[int, int]] = set()
+        self._recorder = ExpertRecorder(self.model) if self.record_experts else None
 
     def submit(self, request: Request) -> int:
         """Queue a request; returns its number.
@@ -106,6 +124,8 @@ class BatchGenerator:
         request.sampling.check()
         if request.samples < 1:
             raise UserError(f"--n {request.samples} must be at least 1 sample a prompt")
+        if request.row is not None and not (request.samples == 1 and len(request.prompt) - self._held(request.row) > 0):
+            raise ValueError(f"row {request.row} does not hold the beginning of a prompt for one sample")
         check_tokens(request.prompt, self.model.vocab_size, "the prompt")
         self.requests.append(request)
         self._waiting.append(len(self.requests) - 1)
@@ -114,6 +134,39 @@ class BatchGenerator:
     def cancel(self, request: int, sample: int) -> None:
         """End a sample here; what it has made stays made."""
         self._cancelled.add((request, sample))
+
+    def _held(self, row: int) -> int:
+        return self.states.tokens[row]
+
+    def pause(self, keep: bool = False) -> dict[int, int]:
+        """Stop everything and forget what waits. With `keep` the states of begun samples stay (`kept`).
+
+        Returns the rows that waiting requests came with, by request; nothing has touched them.
+        """
+        for r in self._running:
+            if keep:
+                self.kept[r.request, r.sample] = r.row
+            else:
+                self.states.remove([r.row])
+        # Once prefilled a row holds tokens that no sample answers for.
+        self.states.remove(p.row for p in self._prefilled)
+        rows = {number: self.requests[number].row for number in self._waiting}
+        self._running, self._prefilled, self._waiting = [], deque(), deque()
+        self._cancelled.clear()
+        if self._recorder is not None:
+            self._recorder.clear()
+        return {number: row for number, row in rows.items() if row is not None}
+
+    def forget(self) -> None:
+        """Drop the record of past requests, so that a generator can serve for ever; numbers start anew.
+
+        Raises:
+            ValueError: some are not done, or have states kept.
+        """
+        if self.busy or self.kept:
+            raise ValueError("requests are running, or states are kept")
+        self.requests.clear()
+        self._cancelled.clear()
 
     @property
     def busy(self) -> bool:
@@ -133,6 +186,8 @@ class BatchGenerator:
         if self._running:
             rows = [r.row for r in self._running]
             logits = self._forward(rows, [[r.token] for r in self._running])
+            for r in self._running:
+                r.experts = self._experts_of(r.row)
             new += self._sample(self._running, logits)
         while len(self._running) < self.max_rows and (self._prefilled or self._waiting):
             if not self._prefilled:
@@ -153,8 +208,10 @@ class BatchGenerator:
         while self._waiting and room > 0:
             numbers.append(self._waiting.popleft())
             room -= self.requests[numbers[-1]].samples
-        rows = self.states.add(len(numbers))
-        left = {row: deque(self.requests[number].prompt) for row, number in zip(rows, numbers)}
+        given = [self.requests[number].row for number in numbers]
+        fresh = iter(self.states.add(given.count(None)))
+        rows = [next(fresh) if row is None else row for row in given]
+        left = {row: deque(self.requests[n].prompt[self._held(row) :]) for row, n in zip(rows, numbers)}
         done: dict[int, torch.Tensor] = {}
         while left:
             budget, pieces = self.prefill_tokens, {}
@@ -168,7 +225,9 @@ class BatchGenerator:
                 if not left[row]:
                     done[row] = last.clone()
                     del left[row]
-        self._prefilled += [_Prefilled(number, row, done[row]) for row, number in zip(rows, numbers)]
+        self._prefilled += [
+            _Prefilled(number, row, done[row], self._experts_of(row)) for row, number in zip(rows, numbers)
+        ]
 
     def _start(self) -> tuple[list[_Running], torch.Tensor]:
         """Rows for the next samples of prefilled prompts; the last sample of a prompt takes the prompt's own row."""
@@ -180,8 +239,13 @@ class BatchGenerator:
             last = prompt.started + count == request.samples
             rows = self.states.fork(prompt.row, count - last) + [prompt.row] * last
             for row in rows:
-                generator = stream(request.sampling.seed, request.prompt, prompt.started)
-                started.append(_Running(prompt.request, prompt.started, row, generator))
+                generator = stream(
+                    request.sampling.seed,
+                    request.prompt if request.stream_of is None else request.stream_of,
+                    request.first_sample + prompt.started,
+                    request.drawn,
+                )
+                started.append(_Running(prompt.request, prompt.started, row, generator, prompt.experts))
                 logits.append(prompt.logits)
                 prompt.started += 1
             if last:
@@ -199,9 +263,12 @@ class BatchGenerator:
             finish = "stop" if r.token in request.stop else None
             if finish is None and r.produced >= request.sampling.max_new_tokens:
                 finish = "length"
-            new.append(Sampled(r.request, r.sample, r.token, logprob, drawn, finish))
+            new.append(Sampled(r.request, r.sample, r.token, logprob, drawn, finish, r.experts))
+            r.experts = None
             if finish is None:
                 going_on.append(r)
+            elif request.keep:
+                self.kept[r.request, r.sample] = r.row
             else:
                 self.states.remove([r.row])
         if running is self._running:
@@ -226,7 +293,15 @@ class BatchGenerator:
         packing = Packing.whole_rows(1, ids.shape[1], self.device)
         if filler:
             packing.padding = torch.arange(ids.shape[1], device=self.device).unsqueeze(0) >= len(flat)
-        return self.model(ids, packing, states=view, logits_at=view.cu_seqlens[1:] - 1)[0].float()
+        with self._recorder or contextlib.nullcontext():
+            logits = self.model(ids, packing, states=view, logits_at=view.cu_seqlens[1:] - 1)[0].float()
+        if self._recorder is not None:
+            self._recorder.file(list(rows), view.counts)
+        return logits
+
+    def _experts_of(self, row: int) -> torch.Tensor | None:
+        """What was recorded of a row since the last time."""
+        return None if self._recorder is None else self._recorder.take(row)
 
 
 def check_tokens(tokens: Sequence[int], vocab_size: int, source: str) -> None:

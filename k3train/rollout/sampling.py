@@ -36,10 +36,16 @@ class SamplingConfig:
             raise UserError(f"--seed {self.seed} must lie between 0 and 2^63 - 1")
 
 
-def stream(seed: int, prompt: Sequence[int], sample: int) -> torch.Generator:
-    """The random numbers of one sample: a function of seed, prompt and sample number, not of what runs beside it."""
+def stream(seed: int, prompt: Sequence[int], sample: int, drawn: int = 0) -> torch.Generator:
+    """The random numbers of one sample: a function of seed, prompt and sample number, not of what runs beside it.
+
+    `drawn` of them were used before. They are passed over one by one: torch makes other numbers many at a time.
+    """
     digest = hashlib.sha256(f"{seed} {sample} {','.join(map(str, prompt))}".encode()).digest()
-    return torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+    generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+    for _ in range(drawn):
+        torch.rand((), dtype=torch.float64, generator=generator)
+    return generator
 
 
 @dataclass(frozen=True)

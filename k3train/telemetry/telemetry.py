@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -100,6 +101,15 @@ class Telemetry:
         self._console.message(_evaluation_text(step, metrics))
         if self._sink is not None:
             self._sink.log(step, _plain(metrics), "eval")
+
+    def table(self, name: str, step: int, rows: list[dict[str, Any]]) -> None:
+        """Add rows, all with the same keys, to `NAME.jsonl` in the run directory, and show them as a table in W&B."""
+        if not self.is_writer or not rows:
+            return
+        with (self.run_dir / f"{name}.jsonl").open("a", encoding="utf-8") as file:
+            file.writelines(json.dumps(to_jsonable(row), ensure_ascii=False) + "\n" for row in rows)
+        if self._sink is not None:
+            self._sink.table(step, name, rows)
 
     def event(self, text: str, level: str = "info", **fields: Any) -> None:
         """Say something once: a repeat of the same text is only counted, and the count is told at the end.

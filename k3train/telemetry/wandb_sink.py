@@ -38,12 +38,25 @@ _STEP_NAMES = {
     "mfu": "throughput/mfu",
     "memory_bytes": "memory/peak_bytes",
     "pipeline_bytes": "throughput/pipeline_bytes",
+    "trainer_tokens_per_second": "throughput/trainer_tokens_per_second",
+    "reward": "rl/reward",
+    "response_length": "rl/response_length",
+    "response_length_max": "rl/response_length_max",
+    "sampled_entropy": "rl/sampled_entropy",
+    "policy_ratio": "rl/policy_ratio",
+    "policy_masked": "rl/policy_masked",
+    "policy_kl": "rl/policy_kl",
+    "rollout_kl": "rl/rollout_kl",
+    "rollout_logprob_difference": "rl/rollout_logprob_difference",
+    "staleness": "rl/staleness",
+    "staleness_max": "rl/staleness_max",
 }
 _EVAL_NAMES = {
     "loss": "loss/heldout",
     "perplexity": "loss/heldout_perplexity",
     "bits_per_byte": "loss/heldout_bits_per_byte",
     "eval_time": "throughput/eval_time",
+    "accuracy": "rl/heldout_accuracy",
 }
 
 
@@ -184,6 +197,21 @@ class WandbSink:
         loads = metrics.get("tokens_per_expert")
         pictures = self._guard("draw the experts' load", lambda: wandb_load(loads)) if loads else None
         self._log(step, {**panel_metrics(metrics, kind), **(pictures or {})})
+
+    def table(self, step: int, name: str, rows: list[dict[str, Any]]) -> None:
+        """Send rows as a table."""
+        if self._run is None or step <= self._last_sent_step:
+            return
+
+        def make() -> Any:
+            import wandb
+
+            columns = list(rows[0])
+            return wandb.Table(columns=columns, data=[[str(row[name]) for name in columns] for row in rows])
+
+        made = self._guard("make a table", make)
+        if made is not None:
+            self._log(step, {f"tables/{name}": made})
 
     def event(self, step: int, text: str, level: str) -> None:
         """Send an event's text at the step where it happened."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -19,7 +20,7 @@ from k3train.parallel.balance import update_router_bias
 from k3train.platform import Platform
 from k3train.telemetry.telemetry import Telemetry
 from k3train.telemetry.timers import PhaseTimers
-from k3train.train import startup
+from k3train.train import hooks, startup
 from k3train.train.engine import build_engine
 from k3train.train.metrics import Throughput, balance_metrics, gather_balance, memory_bytes
 from k3train.train.quantization import tell_quantization
@@ -61,13 +62,15 @@ class Trainer:
         layers = config.model.num_layers + config.model.mtp.num_layers
         self.qk_clip = QKClip(config.optim.qk_clip, self.models, self.optimizer, layers, here.device)
         self.origin = find_origin(config, run_dir, engine, stage.fingerprint)
-        self.state, self.guards = self.origin.state, self.origin.guards  # `guards`: JSON, kept in checkpoints
+        self.state = replace(self.origin.state)
+        self.guards = self.origin.guards  # JSON, kept in checkpoints
         self.timers = PhaseTimers(here.device)
         self.throughput = Throughput.of(config, here)
         self.telemetry: Telemetry = startup.open_telemetry(config, run_dir, here, self.origin)
         self.saver = startup.open_saver(config, run_dir, self.telemetry, engine, stage.fingerprint, self.state.step)
         self.held_out: list[dict[str, float]] = []  # evaluations of this process
         self.flag_raised = 0  # the stop signal that all ranks agreed on after the last step
+        hooks.attach(stage, self, self.origin.path)
 
     def run(self) -> int:
         """The loop."""
@@ -114,7 +117,8 @@ class Trainer:
             clipped = self.qk_clip.pool(self.state.step + 1)
             _, grad_norm, _ = self.optimizer.step()
             self.optimizer.zero_grad()
-        self.state.advance(train.global_batch_size, train.seq_length)
+        length = batches[0]["tokens"].shape[1]  # a stage may fill a step with shorter rows
+        self.state.advance(train.global_batch_size, length)
         peak_memory = self._agree()
         metrics = {
             "step": self.state.step,
@@ -123,13 +127,14 @@ class Trainer:
             "grad_norm": None if grad_norm is None else float(grad_norm),
             "lr": base_rate(self.schedule),
             **clipped,
-            **self.throughput.metrics(time.perf_counter() - started),
+            **self.throughput.metrics(time.perf_counter() - started, length / train.seq_length),
             "memory_bytes": peak_memory,
             "pipeline_bytes": self.runner.pipeline_bytes,
             "paths": self.paths,
             "timings": self.timers.collect(),
         }
         interval = train.log_expert_load_interval
+        metrics.update(hooks.step_metrics(self.stage, metrics["step_time"]))
         metrics.update(balance_metrics(balance, with_load=interval > 0 and self._due(interval)))
         self.telemetry.step(metrics)
         self._check_finite(reports["loss"], grad_norm)
@@ -156,6 +161,9 @@ class Trainer:
             raise UserError(f"Run {self.config.run.name}: {text}")
 
     def _evaluate(self) -> None:
+        if (own := hooks.evaluation(self.stage)) is not None:
+            self.telemetry.evaluation({"step": self.state.step, **own})
+            return
         held_out = self.stage.held_out()
         if held_out is None:
             return
@@ -174,6 +182,6 @@ class Trainer:
         last = self.state.step == self.config.train.steps or bool(self.flag_raised)
         with self.timers.phase("checkpoint"):
             if last or self.saver.is_due(self.state.step):
-                self.saver.save(self.state, self.guards, last=last)
+                self.saver.save(self.state, self.guards, last=last, stage=hooks.state_of(self.stage))
             else:
                 self.saver.poll()

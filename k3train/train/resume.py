@@ -47,7 +47,8 @@ def find_origin(
 
     Raises:
         UserError: the training data (`data` is their fingerprint) are not those the run began with, a newer version
-            wrote the newest checkpoint, or there are checkpoints and none can be loaded.
+            wrote the newest checkpoint, there are checkpoints and none can be loaded, or `checkpoint.load` is damaged
+            or of another model.
     """
     if config.checkpoint.resume == "auto":
         origin = _newest_good(config, run_dir / "checkpoints", engine, data)
@@ -56,6 +57,9 @@ def find_origin(
     if config.checkpoint.load is None:
         return Origin()
     source = directory.resolve(config.checkpoint.load)
+    found = _problems(source, config.checkpoint.verify)
+    if found:
+        raise UserError(f"checkpoint.load={source} is damaged: {found[0]}; choose another checkpoint")
     _check_source(config, source)
     engine.load_weights(source)
     return Origin(path=source)

@@ -87,7 +87,7 @@ class StepRunner:
     def _prepare(self, batch: Batch) -> tuple[Batch, Packing]:
         """The batch on the device, cut to this context-parallel rank's part of every row."""
         batch = {key: value.to(self.device) for key, value in batch.items()}
-        packing = Packing(batch["document_ids"])
+        packing = Packing(batch["document_ids"], batch.get("padding"), routing=batch.get("routing"))
         size = self.config.context_parallel_size
         if size == 1:
             return batch, packing
@@ -116,7 +116,7 @@ class StepRunner:
         batch, packing = next(iterator)
         ahead = (batch["mtp_targets"], batch["mtp_mask"]) if "mtp_targets" in batch else None
         output = model(batch["tokens"], packing, batch["labels"], batch["loss_mask"], ahead=ahead)
-        return output, functools.partial(_loss, self.stage)
+        return output, functools.partial(_loss, self.stage, batch)
 
     def _pool(self, reported: list[dict[str, torch.Tensor]]) -> Reports:
         """Sum over micro-batches and data-parallel ranks on the last stage, then tell the other stages."""
@@ -136,5 +136,6 @@ class StepRunner:
         return {name: float(total / max(float(count), 1.0)) for name, (total, count) in zip(box[0], totals)}
 
 
-def _loss(stage: Stage, output: object) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
+def _loss(stage: Stage, batch: Batch, output: object) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
+    output.batch = batch
     return stage.loss(output)

@@ -26,6 +26,7 @@ LEVELS = {
     "health": 6,
     "stages": 5,
     "rollout": 5,
+    "rl": 5,
     "train": 4,
     "engine": 3,
     "model": 3,

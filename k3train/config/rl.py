@@ -1,0 +1,129 @@
+"""The `rl` section of a recipe."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass
+class ObjectiveConfig:
+    """What a sampled token contributes to the loss (docs/rl.md). The defaults are K2.5's objective, which K3 uses.
+
+    The report gives none of the numbers; the ones here are this project's. Where K2.5's formula and its prose differ,
+    a key says which reading is taken.
+    """
+
+    # mask: K2.5's, the gradient of the ratio where it lies inside the interval, whatever the advantage's sign |
+    # ppo: GRPO's, the smaller of the clipped and the plain product | reinforce: the log-probability itself.
+    surrogate: str = "mask"
+    # What is clipped: ratio (K2.5's formula) | log_ratio (its prose). clip_low and clip_high are bounds of that.
+    clip_on: str = "ratio"
+    clip_low: float = 0.5
+    clip_high: float = 2.0
+    # group_mean: r - mean (K2.5) | group_norm: (r - mean) / std (GRPO) | leave_one_out: r - mean of the others |
+    # none: r.
+    baseline: str = "group_mean"
+    # token: all tokens of the batch weigh the same (K2.5) | sequence: the mean over a response, then over responses.
+    normalization: str = "token"
+    regularizer: float = 0.02  # tau, times the squared log-ratio
+    regularize_masked: bool = True  # whether the regularizer acts on tokens outside the interval too
+    # reinforce only: tokens are weighted by the ratio up to this; 0: not at all.
+    importance_cap: float = 0.0
+    # mopd: clip(teacher's log-probability - own) per token, instead of a reward for the response | outcome.
+    signal: str = "outcome"
+    distill_clip: float = 5.0  # R_max of that difference
+
+
+@dataclass
+class RolloutConfig:
+    """How samples are made, and how many."""
+
+    engine: str = "local"  # local (the trainer's own weights, in process) | openai (a completion server)
+    prompts: int = 8  # N, in flight
+    samples: int = 8  # K of each prompt
+    # lambda: generation pauses when this part of what is in flight has finished; 1 waits for all.
+    finish_fraction: float = 1.0
+    # Training steps that may lie between the policy that drew a token and the one that is trained on it. What would
+    # become older is finished first, however long it takes; 0: every step trains on samples of its own policy alone.
+    max_staleness: int = 4
+    max_new_tokens: int = 128  # of a whole response, tool output counted
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    max_rows: int = 64  # samples that the local engine generates at a time
+    # Whether a paused sample keeps its KDA states and latents, which then stem from older weights; else they are
+    # computed anew.
+    keep_states: bool = False
+    # Whether training sends each token to the experts that it went to in the rollout. Local engine only.
+    replay_experts: bool = False
+    url: str | None = None  # of the server, for openai: http://HOST:PORT
+    model: str | None = None  # the name it serves; null: its first
+    concurrency: int = 32  # requests at a time
+    retries: int = 3  # of a request that fails, with growing pauses
+    timeout_seconds: float = 60.0  # without a byte from the server
+    # How the server gets new weights: in_place (buckets over HTTP, to `k3train serve`, from one rank) | disk (an
+    # exported folder that it reads, update_weights_from_disk) | none.
+    refresh: str = "in_place"
+    refresh_experts: str = "bf16"  # disk: mxfp4 | bf16
+    bucket_mib: int = 64  # in_place
+
+
+@dataclass
+class EnvironmentConfig:
+    """A source of tasks with what answers and rewards them."""
+
+    name: str = "single"  # single | python | judge | module:Class of your own
+    tasks: str = "???"  # file of training tasks (tools/make_tasks.py; docs/rl.md)
+    weight: float = 1.0  # share of prompts
+    # What counts, by weight: answer | format | unit_tests | noise. The reward is the weighted sum.
+    rewards: dict[str, float] = field(default_factory=lambda: {"answer": 1.0})
+    timeout_seconds: float = 30.0  # of one step; then the sample counts as failed
+    options: dict[str, Any] = field(default_factory=dict)  # given to the class
+
+
+@dataclass
+class TauStage:
+    """From this step on, budgets are tau times the start model's length."""
+
+    step: int = 0
+    low: float = 2.0
+    high: float = 4.0
+    max: float = 8.0
+
+
+@dataclass
+class EffortConfig:
+    """Token budgets per problem and effort (K3's report, section 4.1.2)."""
+
+    enabled: bool = False
+    counts: str = "thinking"  # thinking | output: which tokens a budget counts
+    samples: int = 4  # of each training task from the start model, for its budget
+    least: int = 8  # tokens; no budget is smaller
+    override: float = -1.0  # the reward beyond the budget
+    stages: list[TauStage] = field(default_factory=lambda: [TauStage()])
+
+
+@dataclass
+class DistillConfig:
+    """Teachers of multi-teacher on-policy distillation, by domain and effort."""
+
+    checkpoint: str = "???"
+    family: str = "*"  # of tasks; *: any
+    effort: str = "*"
+
+
+@dataclass
+class RLConfig:
+    """Rollouts and what is learned from them."""
+
+    objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    environments: list[EnvironmentConfig] = field(default_factory=list)
+    effort: EffortConfig = field(default_factory=EffortConfig)
+    teachers: list[DistillConfig] = field(default_factory=list)
+    families: list[str] = field(default_factory=list)  # only tasks of these; empty: all
+    efforts: list[str] = field(default_factory=list)  # only tasks of these efforts; empty: all
+    eval_tasks: str | None = None  # held-out tasks, for the single environment
+    eval_limit: int = 64  # how many of them
+    eval_temperature: float = 0.0

@@ -1,0 +1,170 @@
+"""Which recipes of reinforcement learning make sense."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from k3train.config.rules import check_choice, check_range, refuse
+from k3train.config.schema import RecipeConfig
+from k3train.errors import UserError
+
+CHOICES = {
+    "rl.objective.surrogate": ("mask", "ppo", "reinforce"),
+    "rl.objective.clip_on": ("ratio", "log_ratio"),
+    "rl.objective.baseline": ("group_mean", "group_norm", "leave_one_out", "none"),
+    "rl.objective.normalization": ("token", "sequence"),
+    "rl.objective.signal": ("outcome", "mopd"),
+    "rl.rollout.engine": ("local", "openai"),
+    "rl.rollout.refresh": ("in_place", "disk", "none"),
+    "rl.rollout.refresh_experts": ("bf16", "mxfp4"),
+    "rl.effort.counts": ("thinking", "output"),
+}
+EFFORTS = ("low", "high", "max")
+# key: (cure, bounds)
+RANGES: dict[str, tuple[float, dict[str, float]]] = {
+    "rl.objective.regularizer": (0.02, {"least": 0}),
+    "rl.objective.importance_cap": (0, {"least": 0}),
+    "rl.objective.distill_clip": (5, {"above": 0}),
+    "rl.rollout.prompts": (8, {"least": 1}),
+    "rl.rollout.samples": (8, {"least": 2}),
+    "rl.rollout.finish_fraction": (1, {"above": 0, "most": 1}),
+    "rl.rollout.max_staleness": (4, {"least": 0}),
+    "rl.rollout.max_new_tokens": (128, {"least": 1}),
+    "rl.rollout.temperature": (1, {"above": 0}),
+    "rl.rollout.top_p": (1, {"above": 0, "most": 1}),
+    "rl.rollout.top_k": (0, {"least": 0}),
+    "rl.rollout.max_rows": (64, {"least": 1}),
+    "rl.rollout.concurrency": (32, {"least": 1, "most": 4096}),
+    "rl.rollout.retries": (3, {"least": 0}),
+    "rl.rollout.timeout_seconds": (60, {"above": 0}),
+    "rl.rollout.bucket_mib": (64, {"least": 1, "most": 512}),
+    "rl.effort.samples": (4, {"least": 1}),
+    "rl.effort.least": (8, {"least": 1}),
+    "rl.eval_limit": (64, {"least": 1}),
+    "rl.eval_temperature": (0, {"least": 0}),
+}
+
+
+def check_rl(config: RecipeConfig) -> None:
+    """Refuse a section `rl` that names no tasks, contradicts itself, or does not fit batch and layout."""
+    for key, options in CHOICES.items():
+        check_choice(config, key, options)
+    for key, (cure, bounds) in RANGES.items():
+        check_range(config, key, cure, **bounds)
+    _check_objective(config)
+    _check_sources(config)
+    _check_effort(config)
+    _check_batch(config)
+    _check_engine(config)
+
+
+def _check_objective(config: RecipeConfig) -> None:
+    objective = config.rl.objective
+    neutral = 1.0 if objective.clip_on == "ratio" else 0.0
+    low = "rl.objective.clip_low"
+    if objective.surrogate != "reinforce" and not objective.clip_low < neutral < objective.clip_high:
+        raise refuse(
+            config,
+            low,
+            f"and rl.objective.clip_high={objective.clip_high:g} do not lie around {neutral:g}, where both policies"
+            f" agree (clip_on={objective.clip_on})",
+            f"clip_low below {neutral:g} and clip_high above it",
+            f"{low}={0.5 if neutral else -0.7:g} rl.objective.clip_high={2 if neutral else 0.7:g}",
+        )
+    if objective.signal == "mopd" and not config.rl.teachers:
+        raise refuse(config, "rl.objective.signal", "needs teachers", "outcome, or rl.teachers", "'rl.teachers=[...]'")
+    for number, teacher in enumerate(config.rl.teachers):
+        if teacher.effort not in (*EFFORTS, "*"):
+            raise UserError(
+                f"rl.teachers.{number}.effort={teacher.effort} does not exist; allowed: {', '.join(EFFORTS)}, *; try"
+                f" rl.teachers.{number}.effort=*"
+            )
+
+
+def _check_sources(config: RecipeConfig) -> None:
+    rl = config.rl
+    if not rl.environments:
+        example = "'rl.environments=[{tasks: data/tasks/tasks-train.jsonl}]'"
+        raise refuse(config, "rl.environments", "names no tasks", "one or more", example)
+    for number, environment in enumerate(rl.environments):
+        where = f"rl.environments.{number}"
+        checks: list[tuple[str, Any, bool, str]] = [
+            ("weight", environment.weight, 0 < environment.weight < float("inf"), "more than 0"),
+            ("timeout_seconds", environment.timeout_seconds, 0 < environment.timeout_seconds < 1e6, "more than 0"),
+            ("tasks", environment.tasks, bool(environment.tasks), "a file of tasks"),
+        ]
+        for name, value, holds, allowed in checks:
+            if not holds:
+                raise UserError(f"{where}.{name}={value} is out of range; allowed: {allowed}; correct {where}.{name}")
+    for effort in rl.efforts:
+        if effort not in EFFORTS:
+            raise refuse(
+                config, "rl.efforts", f"has {effort}, which does not exist", ", ".join(EFFORTS), "rl.efforts=[]"
+            )
+
+
+def _check_effort(config: RecipeConfig) -> None:
+    stages = config.rl.effort.stages
+    steps = [stage.step for stage in stages]
+    if config.rl.effort.enabled and (not stages or steps != sorted(set(steps)) or steps[0] != 0):
+        raise UserError(
+            f"rl.effort.stages begin at steps {steps}; allowed: ascending ones, the first 0; try"
+            " 'rl.effort.stages=[{step: 0, low: 2, high: 4, max: 8}]'"
+        )
+    for number, stage in enumerate(stages):
+        for effort in EFFORTS:
+            tau = getattr(stage, effort)
+            if not 0 < tau < float("inf"):
+                raise UserError(
+                    f"rl.effort.stages.{number}.{effort}={tau} is out of range; allowed: more than 0; try 4"
+                )
+
+
+def _check_batch(config: RecipeConfig) -> None:
+    rollout, train = config.rl.rollout, config.train
+    samples = rollout.prompts * rollout.samples
+    if train.global_batch_size != samples:
+        raise refuse(
+            config,
+            "train.global_batch_size",
+            f"is not rl.rollout.prompts * rl.rollout.samples = {samples}, the samples of a step",
+            str(samples),
+            f"train.global_batch_size={samples}",
+        )
+    if config.model.mtp.num_layers:
+        raise refuse(
+            config, "model.mtp.num_layers", "takes no part in reinforcement learning", "0", "model.mtp.num_layers=0"
+        )
+    if config.model.moe.num_experts and config.model.moe.balancing == "megatron":
+        why = "counts the filler that rows of samples end with"
+        raise refuse(config, "model.moe.balancing", why, "quantile, sign, none", "model.moe.balancing=quantile")
+
+
+def _check_engine(config: RecipeConfig) -> None:
+    rollout, parallel = config.rl.rollout, config.parallel
+    if rollout.engine == "openai":
+        if rollout.replay_experts:
+            why = "needs the experts of each token, which servers do not tell"
+            raise refuse(config, "rl.rollout.replay_experts", why, "false", "rl.rollout.replay_experts=false")
+        if not rollout.url:
+            raise refuse(
+                config, "rl.rollout.url", "names no server", "http://HOST:PORT", "rl.rollout.url=http://127.0.0.1:8000"
+            )
+        return
+    for name in ("pipeline", "context"):
+        if getattr(parallel, name) > 1:
+            raise refuse(
+                config,
+                f"parallel.{name}",
+                "is no layout that the local engine generates in",
+                "1, or rl.rollout.engine=openai",
+                f"parallel.{name}=1",
+            )
+    if parallel.overlap_param_gather:
+        raise refuse(
+            config,
+            "parallel.overlap_param_gather",
+            "leaves the local engine without the step's weights",
+            "false, or rl.rollout.engine=openai",
+            "parallel.overlap_param_gather=false",
+        )

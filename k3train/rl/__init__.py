@@ -1,0 +1,1 @@
+"""Reinforcement learning: objectives, rollouts that outlive an iteration, environments, rewards."""

@@ -1,0 +1,179 @@
+"""Environments: what a model's messages are answered with, and what they are worth."""
+
+from __future__ import annotations
+
+import importlib
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from k3train.config.rl import EnvironmentConfig
+from k3train.data.chat.messages import Conversation, ToolCall
+from k3train.data.chat.parse import Completion
+from k3train.errors import UserError
+from k3train.rl.rewards import Reward, weighted
+from k3train.rl.sandbox import Limits, run_python
+from k3train.rollout.tasks import Task
+
+
+@dataclass(frozen=True)
+class Step:
+    """What an environment makes of a message: a reward, which ends the sample, or what the model reads next."""
+
+    reward: float | None = None
+    messages: tuple[dict[str, Any], ...] = ()
+    info: dict[str, float] = field(default_factory=dict)  # numbers to average, such as tool_errors
+
+
+class Environment:
+    """Single-turn tasks, and the base of others: override `step`, and `conversation` where tools are declared.
+
+    An environment keeps nothing of a sample between two calls: `turns` holds all that the model has written, so that a
+    run continues from a checkpoint. `step` is called from several threads at a time.
+
+    Args:
+        reward: of the finished sample.
+        options: of the recipe, for classes of your own.
+    """
+
+    def __init__(self, reward: Reward, **options: Any) -> None:
+        if options:
+            raise UserError(f"the environment {type(self).__name__} has no option {', '.join(sorted(options))}")
+        self.reward = reward
+
+    def conversation(self, task: Task) -> Conversation:
+        """What the model is shown first."""
+        return task.conversation
+
+    def step(self, task: Task, turns: Sequence[Completion], seed: int) -> Step:
+        """The answer to the last of `turns`. `seed` belongs to the sample."""
+        return Step(self.reward(task, turns, seed))
+
+    def judge_group(self, task: Task, answers: Sequence[Completion]) -> list[float] | None:
+        """Rewards of the K finished samples of a prompt by comparing them, or None to keep those of `step`."""
+        return None
+
+
+PYTHON_TOOL = {
+    "type": "function",
+    "function": {
+        "name": "python",
+        "description": "Runs a Python program and returns what it prints.",
+        "parameters": {"type": "object", "properties": {"code": {"type": "string"}}, "required": ["code"]},
+    },
+}
+
+
+class PythonEnvironment(Environment):
+    """Tasks with a tool `python(code)`, in a process of its own. After `max_turns` messages the last counts.
+
+    Options: `max_turns` (4), and those of `Limits`: `seconds`, `memory_mib`, `file_mib`, `open_files`, `output_chars`.
+    """
+
+    def __init__(self, reward: Reward, max_turns: int = 4, **limits: Any) -> None:
+        super().__init__(reward)
+        if max_turns < 1:
+            raise UserError(f"max_turns={max_turns} of the python environment must be at least 1")
+        try:
+            self.limits = Limits(**limits)
+        except TypeError as error:
+            raise UserError(f"the python environment: {error}; allowed: {', '.join(vars(Limits()))}") from error
+        self.max_turns = max_turns
+
+    def conversation(self, task: Task) -> Conversation:
+        return replace(task.conversation, tools=[*(task.conversation.tools or []), PYTHON_TOOL])
+
+    def step(self, task: Task, turns: Sequence[Completion], seed: int) -> Step:
+        last = turns[-1]
+        if not last.complete or not last.calls or len(turns) >= self.max_turns:
+            return Step(self.reward(task, turns, seed))
+        results = [self._run(call) for call in last.calls]
+        messages = tuple(
+            {"role": "tool", "tool": call.name, "content": text} for call, (text, _) in zip(last.calls, results)
+        )
+        return Step(None, messages, {"tool_calls": len(results), "tool_errors": sum(bad for _, bad in results)})
+
+    def _run(self, call: ToolCall) -> tuple[str, bool]:
+        """What the tool says, and whether that is an error."""
+        code = call.arguments.get("code")
+        if call.name != "python":
+            return f"There is no tool {call.name}; there is python.", True
+        if not isinstance(code, str):
+            return "python needs an argument code, a text.", True
+        ran = run_python(code, self.limits)
+        if ran.status == "timeout":
+            return f"{ran.output}\nThe time limit of {self.limits.seconds:g} s was reached.", True
+        if ran.status == "killed":
+            return f"{ran.output}\nA limit on memory, files or time was exceeded.", True
+        return ran.output or "(nothing printed)", ran.status != "ok"
+
+
+KINDS: dict[str, type[Environment]] = {"single": Environment, "python": PythonEnvironment}
+
+
+def make_environment(config: EnvironmentConfig) -> Environment:
+    """The environment that a recipe names.
+
+    Raises:
+        UserError: it does not exist, or does not take these options.
+    """
+    kind = KINDS.get(config.name) or _own({"judge": "k3train.rl.judge:JudgedEnvironment"}.get(config.name, config.name))
+    try:
+        return kind(weighted(config.rewards), **config.options)
+    except TypeError as error:
+        raise UserError(f"rl.environments: {config.name} cannot be made ({error}); correct its options") from error
+
+
+def _own(name: str) -> type[Environment]:
+    module, _, attribute = name.partition(":")
+    base = f"{Environment.__module__}.Environment"
+    allowed = f"allowed: {', '.join(KINDS)}, judge, or module:Class of your own, derived from {base}"
+    if not module or not attribute:
+        raise UserError(f"rl.environments: {name} does not exist; {allowed}")
+    try:
+        found = getattr(importlib.import_module(module), attribute)
+    except (ImportError, AttributeError) as error:
+        raise UserError(f"rl.environments: {name} cannot be imported ({error}); {allowed}") from error
+    if not (isinstance(found, type) and issubclass(found, Environment)):
+        raise UserError(f"rl.environments: {name} is no Environment; {allowed}")
+    return found
+
+
+def call_all(calls: Sequence[Callable[[], Any]], seconds: float, workers: int = 8) -> list[Any]:
+    """The results of `calls`, run side by side; an exception, TimeoutError among them, stands in for its call's result.
+
+    Threads cannot be ended, so one that hangs is left behind; it does not keep the program from ending.
+    """
+    if not calls:
+        return []
+    results: list[Any] = [TimeoutError(f"no answer within {seconds:g} s")] * len(calls)
+    jobs: queue.Queue[int] = queue.Queue()
+    done: queue.Queue[tuple[int, Any]] = queue.Queue()
+    for number in range(len(calls)):
+        jobs.put(number)
+
+    def work() -> None:
+        while True:
+            try:
+                number = jobs.get_nowait()
+            except queue.Empty:
+                return
+            try:
+                done.put((number, calls[number]()))
+            except Exception as error:
+                done.put((number, error))
+
+    threads = min(workers, len(calls))
+    for _ in range(threads):
+        threading.Thread(target=work, name="k3train-environment", daemon=True).start()
+    deadline = time.monotonic() + seconds * -(-len(calls) // threads)
+    for _ in calls:
+        try:
+            number, result = done.get(timeout=max(0.0, deadline - time.monotonic()))
+        except queue.Empty:
+            break
+        results[number] = result
+    return results

@@ -1,0 +1,185 @@
+"""A generative judge over the completion protocol: rubric, scorepad, pairwise tournament, length veto.
+
+As K3's report describes its reward model (section 4.1): before a verdict the judge reads, writes a rubric, scores each
+candidate on it and logs the scores in a scorepad; answers to open questions meet pairwise; one that is longer than
+sigma times a reference length loses without being read.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import combinations
+from typing import Any
+
+from k3train.data.chat.parse import Completion
+from k3train.errors import UserError
+from k3train.rl.environments import Environment
+from k3train.rl.rewards import Reward
+from k3train.rollout.client import CompletionClient, ServerFailedError, ServerRefusedError
+from k3train.rollout.sampling import SamplingConfig
+from k3train.rollout.tasks import Task
+
+Ask = Callable[[str], str]  # a prompt, the judge's text
+
+_PROMPT = """\
+Two answers to one question are to be compared.
+
+Question:
+{question}
+
+Answer A:
+{a}
+
+Answer B:
+{b}
+
+First write a rubric: what a good answer to this question has to do, one point a line, each worth 0 to 10. Then read
+both answers and score each point for both in a scorepad, a line for each as `POINT | A: number | B: number`. End with
+one line, `VERDICT: A` or `VERDICT: B`.
+
+Rubric:
+"""
+_SCORE = re.compile(r"^(.*?)\|\s*A:\s*(\d+(?:\.\d+)?)\s*\|\s*B:\s*(\d+(?:\.\d+)?)\s*$", re.MULTILINE)
+_VERDICT = re.compile(r"^\s*VERDICT:\s*([AB])\s*$", re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What a judge said of a pair: the winner (0 or 1), and its scorepad as (point, first's, second's score)."""
+
+    winner: int
+    scorepad: tuple[tuple[str, float, float], ...] = ()
+
+
+@dataclass
+class Outcome:
+    """Of a tournament: the share of its games that each answer won, which were vetoed, and what went wrong."""
+
+    rewards: list[float]
+    vetoed: list[bool]
+    verdicts: list[tuple[int, int, Verdict]] = field(default_factory=list)
+    failures: int = 0
+
+
+def read_verdict(text: str, swapped: bool = False) -> Verdict | None:
+    """The verdict in a judge's text, or None where the text does not keep to the form.
+
+    A scorepad is needed, and it has to agree with the verdict: one that names the answer with the lower sum counts as
+    none. `swapped`: the second answer was shown as A.
+    """
+    scores = [(point.strip(), float(a), float(b)) for point, a, b in _SCORE.findall(text)]
+    named = _VERDICT.findall(text)
+    if not scores or not named:
+        return None
+    first, second = sum(a for _, a, _ in scores), sum(b for _, _, b in scores)
+    winner = "AB".index(named[-1])
+    if (first, second)[winner] < (first, second)[1 - winner]:
+        return None
+    if swapped:
+        return Verdict(1 - winner, tuple((point, b, a) for point, a, b in scores))
+    return Verdict(winner, tuple(scores))
+
+
+def tournament(
+    question: str, answers: Sequence[str], ask: Ask, most_length: float | None = None, both_orders: bool = True
+) -> Outcome:
+    """Every answer against every other; an answer's reward is the share of its games that it won, from 0 to 1.
+
+    Args:
+        question: what was asked.
+        answers: the candidates.
+        ask: the judge; an exception it raises is counted as a failed game.
+        most_length: characters, sigma * l0; a longer answer loses every game unread. Of two that are too long neither
+            wins.
+        both_orders: each pair is shown in both orders, because judges favour a place; the two are two games.
+
+    A game that fails, or whose text cannot be read, is a draw: half a win for both.
+    """
+    too_long = [most_length is not None and len(answer) > most_length for answer in answers]
+    won, games = [0.0] * len(answers), [0] * len(answers)
+    outcome = Outcome([], too_long)
+    for i, j in combinations(range(len(answers)), 2):
+        for swapped in (False, True) if both_orders else (False,):
+            games[i] += 1
+            games[j] += 1
+            if too_long[i] or too_long[j]:
+                won[i] += not too_long[i]
+                won[j] += not too_long[j]
+                continue
+            verdict = _play(question, answers[i], answers[j], ask, swapped)
+            if verdict is None:
+                outcome.failures += 1
+                won[i] += 0.5
+                won[j] += 0.5
+            else:
+                outcome.verdicts.append((i, j, verdict))
+                won[(i, j)[verdict.winner]] += 1
+    outcome.rewards = [w / g if g else 0.0 for w, g in zip(won, games)]
+    return outcome
+
+
+def _play(question: str, first: str, second: str, ask: Ask, swapped: bool) -> Verdict | None:
+    a, b = (second, first) if swapped else (first, second)
+    try:
+        return read_verdict(ask(_PROMPT.format(question=question, a=a, b=b)), swapped)
+    except (ServerFailedError, ServerRefusedError, OSError, KeyError):
+        return None
+
+
+class JudgedEnvironment(Environment):
+    """Open questions: the K answers to a prompt meet in a tournament before a judge behind a completion server.
+
+    Options: `url` and `model` of the judge's server; `max_tokens` (1024), `temperature` (0); `sigma` (0: no length
+    veto), times the length of the task's reference answer; `both_orders` (true). An answer that breaks the chat format
+    is worth 0 and does not play.
+    """
+
+    def __init__(
+        self,
+        reward: Reward,
+        url: str = "",
+        model: str | None = None,
+        max_tokens: int = 1024,
+        temperature: float = 0.0,
+        sigma: float = 0.0,
+        both_orders: bool = True,
+        timeout_seconds: float = 60.0,
+    ) -> None:
+        super().__init__(reward)
+        if not url:
+            raise UserError("rl.environments: judge needs options.url, the address of the judge's server")
+        if sigma < 0 or max_tokens < 1:
+            raise UserError(f"rl.environments: judge has sigma={sigma}, max_tokens={max_tokens}; at least 0 and 1")
+        self._client = CompletionClient(url, model, timeout_seconds)
+        self._sampling = SamplingConfig(max_tokens, temperature)
+        self._sigma, self._both = sigma, both_orders
+
+    def judge_group(self, task: Task, answers: Sequence[Completion]) -> list[float] | None:
+        """Rewards by tournament.
+
+        Raises:
+            TimeoutError: not a single game could be judged, so the rewards would say nothing.
+        """
+        playing = [i for i, answer in enumerate(answers) if answer.complete]
+        if len(playing) < 2:
+            return [float(i in playing) for i in range(len(answers))]
+        most = self._sigma * len(task.answer) if self._sigma else None
+        texts = [answers[i].response for i in playing]
+        outcome = tournament(question_of(task), texts, self._ask, most, self._both)
+        if outcome.failures and not outcome.verdicts:
+            raise TimeoutError(f"the judge gave no verdict in {outcome.failures} games")
+        rewards: list[Any] = [0.0] * len(answers)
+        for i, reward in zip(playing, outcome.rewards):
+            rewards[i] = reward
+        return rewards
+
+    def _ask(self, prompt: str) -> str:
+        return self._client.complete(prompt, self._sampling)
+
+
+def question_of(task: Task) -> str:
+    """The text of the last message of the user."""
+    said = [message for message in task.conversation.messages if message["role"] == "user"]
+    return "\n".join(said[-1]["content"]) if said else ""

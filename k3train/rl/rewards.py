@@ -1,0 +1,63 @@
+"""Rewards that a program gives: the right answer, the format, unit tests; and noise, as a control."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Callable, Mapping, Sequence
+
+from k3train.data.chat.parse import Completion
+from k3train.errors import UserError
+from k3train.rl.sandbox import Limits, run_python
+from k3train.rollout.tasks import Task
+
+Reward = Callable[[Task, Sequence[Completion], int], float]  # the task, all turns, a seed of the sample
+_FENCED = re.compile(r"```(?:python|py)?\n(.*?)```", re.DOTALL)
+
+
+def answer(task: Task, turns: Sequence[Completion], seed: int) -> float:
+    """1 where the message is complete and its response is the task's answer, else 0."""
+    return float(turns[-1].complete and task.is_right(turns[-1].response))
+
+
+def well_formed(task: Task, turns: Sequence[Completion], seed: int) -> float:
+    """1 where every message keeps to the chat format, else 0."""
+    return float(all(turn.complete for turn in turns))
+
+
+def unit_tests(task: Task, turns: Sequence[Completion], seed: int) -> float:
+    """The share of the task's tests that hold for the program of the response: its last fenced block, or all of it.
+
+    The tests are the lines of the task's `answer`, each a statement that fails by raising. Each runs in a process of
+    its own, so that an answer cannot spoil the ones behind it, and passes only if its end is reached: a word that the
+    program is not told has to be printed last.
+    """
+    fenced = _FENCED.findall(turns[-1].response)
+    program = fenced[-1] if fenced else turns[-1].response
+    tests = [line for line in task.answer.splitlines() if line.strip()]
+    passed = 0
+    for number, test in enumerate(tests):
+        word = hashlib.sha256(f"{seed} {number} {test}".encode()).hexdigest()
+        ran = run_python(f"{program}\n{test}\nprint({word!r})", Limits())
+        passed += ran.status == "ok" and ran.output.rstrip().endswith(word)
+    return passed / len(tests) if tests else 0.0
+
+
+def noise(task: Task, turns: Sequence[Completion], seed: int) -> float:
+    """0 or 1 by the sample's seed alone: a run with it must not learn the task."""
+    return float(hashlib.sha256(f"noise {seed}".encode()).digest()[0] & 1)
+
+
+REWARDS: dict[str, Reward] = {"answer": answer, "format": well_formed, "unit_tests": unit_tests, "noise": noise}
+
+
+def weighted(weights: Mapping[str, float]) -> Reward:
+    """The weighted sum of rewards by name.
+
+    Raises:
+        UserError: an unknown name, or none at all.
+    """
+    unknown = [name for name in weights if name not in REWARDS]
+    if unknown or not weights:
+        raise UserError(f"rewards has {unknown or 'nothing'}; allowed: {', '.join(REWARDS)}, with a weight each")
+    return lambda task, turns, seed: sum(w * REWARDS[name](task, turns, seed) for name, w in weights.items())

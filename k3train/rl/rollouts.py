@@ -1,0 +1,277 @@
+"""Partial rollouts: N prompts times K samples in flight, paused when a part has finished, and resumed afterwards.
+
+Every rank runs this alike. What only one rank may do (environments run programs and read clocks) rank 0 does for all,
+through `agree`; engines see to their own agreement.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import math
+import random
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+from k3train.config.rl import RLConfig
+from k3train.data.chat.parse import Completion
+from k3train.errors import UserError
+from k3train.rl.chat import ChatFormat
+from k3train.rl.environments import Environment, Step, call_all
+from k3train.rl.sources import Source
+from k3train.rl.trajectory import Group, Trajectory
+from k3train.rollout.engine import Engine, Piece, Work
+from k3train.rollout.sampling import SamplingConfig
+
+Agree = Callable[[Callable[[], Any]], Any]
+
+
+class Rollouts:
+    """The samples in flight and those that are ready, over iterations.
+
+    Args:
+        config: the recipe's section.
+        sources: one for each of its environments.
+        chat: how tasks become tokens.
+        seed: of the order of tasks and of every sample.
+        max_context: tokens of prompt and response together.
+        agree: runs a function on one rank and gives its result to all.
+        budget: of (environment, task, version), in tokens; None: no budget.
+        judge: changes the rewards of a group whose samples are all done.
+    """
+
+    def __init__(
+        self,
+        config: RLConfig,
+        sources: Sequence[Source],
+        chat: ChatFormat,
+        seed: int,
+        max_context: int,
+        agree: Agree = lambda action: action(),
+        budget: Callable[[int, int, int], float | None] = lambda *_: None,
+    ) -> None:
+        self.config, self.sources, self.chat, self.seed = config, sources, chat, seed
+        self.max_context, self._agree, self._budget = max_context, agree, budget
+        self.groups: list[Group] = []  # begun and not trained on yet, oldest first
+        self._next_uid = 0
+        self._positions = [0] * len(sources)  # tasks taken from each source
+        self.totals: Counter[str] = Counter()
+        self._step: Counter[str] = Counter()
+        rollout = config.rollout
+        self._sampling = SamplingConfig(
+            temperature=rollout.temperature, top_p=rollout.top_p, top_k=rollout.top_k, seed=seed
+        )
+
+    def collect(self, engine: Engine, version: int) -> list[Group]:
+        """Sample under the policy `version` until enough has finished; returns the groups that are ready to train on.
+
+        Paused samples go on first, then new groups fill up what is in flight. Generation pauses when `finish_fraction`
+        of the samples in flight has finished, but not before one group is ready, nor while a group would become older
+        than `max_staleness`.
+
+        Raises:
+            UserError: a prompt has no room for an answer.
+        """
+        started = time.perf_counter()
+        before = engine.counters()
+        self._step.clear()
+        engine.version = version
+        self._fill(version)
+        waiting = [(g, j) for g in self.groups for j, s in enumerate(g.samples) if s.finish is None]
+        self._step["in_flight"] = len(waiting)
+        self._step["resumed"] = sum(g.samples[j].drawn > 0 for g, j in waiting)
+        target = math.ceil(self.config.rollout.finish_fraction * len(waiting))
+        index = {(g.uid, j): (g, g.samples[j]) for g, j in waiting}
+        engine.submit([self._work(g, j) for g, j in waiting])
+        while pieces := engine.poll():
+            more = self._take(engine, index, pieces)
+            if more:
+                engine.submit(more)
+            if self._enough(target, version):
+                break
+        self._take(engine, index, engine.pause())
+        ready = [g for g in self.groups if g.done]
+        self.groups = [g for g in self.groups if not g.done]
+        for group in ready:
+            self._judge(group)
+        self._count(engine, before, time.perf_counter() - started)
+        return ready
+
+    def metrics(self) -> dict[str, float]:
+        """Of the last `collect`: counts, and totals of failures since the start."""
+        totals = {f"total_{name}": float(value) for name, value in self.totals.items()}
+        return {**{name: float(value) for name, value in self._step.items()}, **totals}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything that the next iteration depends on, as plain data. Random numbers follow from names, so they need
+        no state of their own."""
+        return {
+            "groups": [group.to_dict() for group in self.groups],
+            "next_uid": self._next_uid,
+            "positions": list(self._positions),
+            "totals": dict(self.totals),
+        }
+
+    def load_state_dict(self, saved: dict[str, Any]) -> None:
+        """Continue from what `state_dict` gave."""
+        self.groups = [Group.from_dict(group) for group in saved["groups"]]
+        self._next_uid = saved["next_uid"]
+        self._positions = list(saved["positions"])
+        self.totals = Counter(saved["totals"])
+
+    def completions(self, group: Group, sample: Trajectory) -> list[Completion]:
+        """The model's messages so far."""
+        thinking = self.sources[group.environment].tasks[group.task].conversation.thinking
+        return [self.chat.answer(sample.tokens[start:stop], thinking) for start, stop in sample.turns]
+
+    def _fill(self, version: int) -> None:
+        rollout = self.config.rollout
+        unfinished = sum(s.finish is None for g in self.groups for s in g.samples)
+        while unfinished + rollout.samples <= rollout.prompts * rollout.samples:
+            self.groups.append(self._new_group(version))
+            unfinished += rollout.samples
+
+    def _new_group(self, version: int) -> Group:
+        uid = self._next_uid
+        self._next_uid += 1
+        weights = [source.weight for source in self.sources]
+        [number] = random.Random(f"environment {self.seed} {uid}").choices(range(len(weights)), weights)
+        source, position = self.sources[number], self._positions[number]
+        self._positions[number] += 1
+        epoch, place = divmod(position, len(source.tasks))
+        task = random.Random(f"tasks {self.seed} {number} {epoch}").sample(range(len(source.tasks)), len(source.tasks))[
+            place
+        ]
+        prompt = list(self.chat.prompt(source.environment.conversation(source.tasks[task])))
+        if len(prompt) >= self.max_context:
+            raise UserError(
+                f"rl.environments.{number}: the prompt of task {source.tasks[task].id} has {len(prompt)} tokens, which"
+                f" leaves none of train.seq_length={self.max_context} for an answer; try a larger train.seq_length"
+            )
+        samples = [Trajectory() for _ in range(self.config.rollout.samples)]
+        return Group(uid, number, task, prompt, version, samples, self._budget(number, task, version))
+
+    def _room(self, group: Group, sample: Trajectory) -> int:
+        """Tokens that the sample may still grow by."""
+        most = min(self.config.rollout.max_new_tokens, self.max_context - len(group.prompt))
+        return most - len(sample.tokens)
+
+    def _work(self, group: Group, number: int) -> Work:
+        sample = group.samples[number]
+        sampling = replace(self._sampling, max_new_tokens=self._room(group, sample))
+        context = (*group.prompt, *sample.tokens)
+        return Work((group.uid, number), context, sampling, self.chat.stop, sample.drawn)
+
+    def _take(self, engine: Engine, index: dict, pieces: Sequence[Piece]) -> list[Work]:
+        """Add what came; returns the work of samples that have a further turn."""
+        ended = []
+        for piece in pieces:
+            group, sample = index[piece.key]
+            if piece.experts is not None:
+                sample.note_experts(piece.experts, len(group.prompt) + len(sample.tokens))
+            if piece.token is not None:
+                sample.push(piece.token, piece.logprob, piece.version)
+            if piece.finish == "failed":
+                self._fail(sample, piece.error or "the engine gave it up", "server")
+                engine.release(piece.key)
+            elif piece.finish is not None:
+                sample.end_turn()
+                ended.append((piece, group, sample))
+        if not ended:
+            return []
+        outcomes = self._agree(lambda: self._outcomes([(piece.key[1], g, s) for piece, g, s in ended]))
+        more = []
+        for (piece, group, sample), outcome in zip(ended, outcomes):
+            self._apply(group, sample, outcome, piece.finish)
+            if sample.finish is None:
+                more.append(self._work(group, piece.key[1]))
+            else:
+                engine.release(piece.key)
+        return more
+
+    def _outcomes(self, ended: Sequence[tuple[int, Group, Trajectory]]) -> list[Step | str]:
+        """What the environments make of the messages that ended; a sentence where one fails."""
+        calls = []
+        for number, group, sample in ended:
+            source = self.sources[group.environment]
+            turns, seed = self.completions(group, sample), self._seed_of(group, number)
+            calls.append(functools.partial(source.environment.step, source.tasks[group.task], turns, seed))
+        seconds = max(self.sources[group.environment].seconds for _, group, _ in ended)
+        results = call_all(calls, seconds)
+        return [r if isinstance(r, Step) else f"{type(r).__name__}: {r}" for r in results]
+
+    def _seed_of(self, group: Group, number: int) -> int:
+        digest = hashlib.sha256(f"{self.seed} {group.uid} {number}".encode()).digest()
+        return int.from_bytes(digest[:6], "little")
+
+    def _apply(self, group: Group, sample: Trajectory, outcome: Step | str, finish: str) -> None:
+        if isinstance(outcome, str):
+            self._fail(sample, outcome, "environment_timeout" if outcome.startswith("Timeout") else "environment")
+            return
+        for name, value in outcome.info.items():
+            sample.info[name] = sample.info.get(name, 0.0) + value
+        if outcome.reward is not None:
+            sample.finish, sample.reward = finish, float(outcome.reward)
+            self._hold_to_budget(group, sample)
+            return
+        thinking = self.sources[group.environment].tasks[group.task].conversation.thinking
+        sample.reply(self.chat.reply(outcome.messages, thinking))
+        if self._room(group, sample) <= 0:
+            # The last word was the environment's: no answer came of it.
+            del sample.tokens[sample.turns[-1][1] :], sample.logprobs[sample.turns[-1][1] :]
+            del sample.versions[sample.turns[-1][1] :]
+            sample.finish, sample.reward = "length", 0.0
+
+    def _hold_to_budget(self, group: Group, sample: Trajectory) -> None:
+        effort = self.config.effort
+        if group.budget is None:
+            return
+        if effort.counts == "thinking":
+            used = sum(turn.thinking_tokens for turn in self.completions(group, sample))
+        else:
+            used = sample.drawn
+        if used > group.budget:
+            sample.reward, sample.over_budget = effort.override, True
+            self._step["over_budget"] += 1
+
+    def _fail(self, sample: Trajectory, why: str, kind: str) -> None:
+        sample.finish, sample.reward, sample.error = "failed", None, why
+        self.totals[f"{kind}_failures"] += 1
+        self._step["failed"] += 1
+
+    def _judge(self, group: Group) -> None:
+        """Let the environment compare the samples of a group, where it does."""
+        source = self.sources[group.environment]
+        whole = [s for s in group.samples if s.finish != "failed"]
+        if not whole or type(source.environment).judge_group is Environment.judge_group:
+            return
+        answers = [self.completions(group, s)[-1] for s in whole]
+        task = source.tasks[group.task]
+        judged = self._agree(
+            lambda: call_all([lambda: source.environment.judge_group(task, answers)], source.seconds)[0]
+        )
+        if isinstance(judged, Exception):
+            for sample in whole:
+                self._fail(sample, f"{type(judged).__name__}: {judged}", "judge")
+        elif judged is not None:
+            for sample, reward in zip(whole, judged, strict=True):
+                if not sample.over_budget:
+                    sample.reward = float(reward)
+
+    def _enough(self, target: int, version: int) -> bool:
+        done = self._step["in_flight"] - sum(s.finish is None for g in self.groups for s in g.samples)
+        if done < target or not any(g.done for g in self.groups):
+            return False
+        last = version + 1 - self.config.rollout.max_staleness
+        return all(g.done or (version if g.oldest is None else g.oldest) >= last for g in self.groups)
+
+    def _count(self, engine: Engine, before: dict[str, float], seconds: float) -> None:
+        for name, value in engine.counters().items():
+            self._step[name] = value - before.get(name, 0.0)
+        self._step["paused"] = sum(s.finish is None for g in self.groups for s in g.samples)
+        self._step["waiting_groups"] = len(self.groups)
+        self._step["rollout_seconds"] = seconds
+        self._step["rollout_tokens_per_second"] = self._step["generated_tokens"] / max(seconds, 1e-9)

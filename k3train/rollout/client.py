@@ -1,0 +1,241 @@
+"""A client of OpenAI-compatible completion servers with token ids and log-probabilities."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import os
+import socket
+import urllib.parse
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from k3train.errors import UserError
+from k3train.rollout.sampling import SamplingConfig
+
+API_KEY = "OPENAI_API_KEY"  # environment variable, sent where it is set
+
+
+class ServerRefusedError(Exception):
+    """The server answered 4xx: asking again would not help."""
+
+
+class ServerFailedError(Exception):
+    """The server answered 5xx, nonsense, or not at all: asking again may help."""
+
+
+@dataclass(frozen=True)
+class Delta:
+    """What one chunk adds to one choice."""
+
+    index: int
+    tokens: list[int]
+    logprobs: list[float]
+    finish: str | None
+    version: int | None
+
+
+class Stream:
+    """One streamed completion. `close` may be called from another thread and ends the iteration at once."""
+
+    def __init__(self, connection: http.client.HTTPConnection, response: http.client.HTTPResponse) -> None:
+        self._connection, self._response, self.closed = connection, response, False
+        self._socket = connection.sock or getattr(response.fp.raw, "_sock", None)
+
+    def __iter__(self) -> Iterator[Delta]:
+        """The chunks as they come.
+
+        Raises:
+            ServerFailedError: the server reports an error, breaks off, or writes something else than chunks.
+        """
+        try:
+            for line in self._response:
+                if not line.startswith(b"data:"):
+                    continue
+                data = line[5:].strip()
+                if data == b"[DONE]":
+                    return
+                yield from _deltas(data)
+        except (OSError, http.client.HTTPException, ValueError) as error:
+            if not self.closed:
+                raise ServerFailedError(f"the stream broke off ({error})") from error
+            return
+        finally:
+            was_closed = self.closed
+            self.close()
+            self._response.close()
+            self._connection.close()
+        if not was_closed:
+            raise ServerFailedError("the stream ended before its end")
+
+    def close(self) -> None:
+        """Leave; the server stops what it does for this request. The thread that reads then frees what it holds."""
+        self.closed = True
+        if self._socket is not None:
+            with contextlib.suppress(OSError):
+                self._socket.shutdown(socket.SHUT_RDWR)
+
+
+def _deltas(data: bytes) -> list[Delta]:
+    try:
+        body = json.loads(data)
+    except ValueError as error:
+        raise ServerFailedError(f"a chunk is not JSON ({error})") from error
+    if "error" in body:
+        raise ServerFailedError(str(body["error"].get("message", body["error"])))
+    return [_delta(choice, body.get("k3train_version")) for choice in body.get("choices", [])]
+
+
+def _delta(choice: dict[str, Any], version: int | None) -> Delta:
+    """A choice's tokens and log-probabilities, in any of the forms that servers write.
+
+    Raises:
+        ServerFailedError: the server gives text only; rollouts need the very tokens.
+    """
+    listed = choice.get("logprobs") or {}
+    logprobs = listed.get("token_logprobs") or []
+    tokens = choice.get("token_ids")
+    if tokens is None:
+        names = listed.get("tokens") or []
+        if not all(isinstance(name, str) and name.startswith("token_id:") for name in names):
+            raise ServerFailedError(
+                "the server gives no token ids; it has to know return_token_ids (vLLM 0.10.2 or later)"
+            )
+        tokens = [int(name.partition(":")[2]) for name in names]
+    if len(tokens) != len(logprobs) or any(value is None for value in logprobs):
+        raise ServerFailedError(f"the server gives {len(tokens)} token ids, {len(logprobs)} log-probabilities")
+    return Delta(choice.get("index", 0), tokens, logprobs, choice.get("finish_reason"), version)
+
+
+class CompletionClient:
+    """Talks to one server.
+
+    Args:
+        url: `http://host:port`, with or without `/v1`.
+        model: the name it serves; None asks for its list and takes the first.
+        timeout: seconds without a byte after which a server counts as failed.
+        key: sent as a bearer token; None: of the environment variable OPENAI_API_KEY, where it is set.
+    """
+
+    def __init__(self, url: str, model: str | None = None, timeout: float = 60.0, key: str | None = None) -> None:
+        parts = urllib.parse.urlsplit(url if "//" in url else f"http://{url}")
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise UserError(f"{url} is no address of a server; allowed: http://HOST:PORT, https://HOST:PORT")
+        self._parts, self.timeout = parts, timeout
+        self._prefix = parts.path.rstrip("/").removesuffix("/v1")
+        self._key = os.environ.get(API_KEY) if key is None else key
+        self.model, self.extended = model, False
+
+    def connect(self) -> None:
+        """Ask which models there are, and whether the server is `k3train serve`, which resumes random streams.
+
+        Raises:
+            ServerFailedError, ServerRefusedError: it does not answer as such a server does.
+        """
+        listed = self._json("GET", "/v1/models").get("data") or []
+        if not listed:
+            raise ServerFailedError("the server lists no models")
+        own = next((entry for entry in listed if entry.get("id") == self.model), listed[0])
+        self.extended = own.get("owned_by") == "k3train"
+        self.model = self.model or own.get("id")
+
+    def stream(
+        self,
+        prompt: Sequence[int],
+        sampling: SamplingConfig,
+        stop: frozenset[int],
+        n: int = 1,
+        name: Sequence[int] = (),
+        first_sample: int = 0,
+        drawn: int = 0,
+    ) -> Stream:
+        """`n` continuations of a prompt of token ids, token by token.
+
+        `name`, `first_sample` and `drawn` fix the random numbers where the server is `k3train serve`; elsewhere the
+        seed alone does, and a continued text has others than an uninterrupted one.
+        """
+        body: dict[str, Any] = {
+            "model": self.model,
+            "prompt": list(prompt),
+            "max_tokens": sampling.max_new_tokens,
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+            "top_k": sampling.top_k or -1,
+            "seed": sampling.seed,
+            "n": n,
+            "stop_token_ids": sorted(stop),
+            "ignore_eos": True,  # what ends a text is said by stop_token_ids alone
+            "logprobs": 1,
+            "return_token_ids": True,
+            "return_tokens_as_token_ids": True,
+            "stream": True,
+        }
+        if self.extended:
+            body |= {"k3train_stream": list(name), "k3train_first_sample": first_sample, "k3train_drawn": drawn}
+        connection, response = self._ask("POST", "/v1/completions", json.dumps(body).encode())
+        return Stream(connection, response)
+
+    def complete(self, prompt: str | Sequence[int], sampling: SamplingConfig, stop: Sequence[str] = ()) -> str:
+        """One continuation as text, of a judge for instance."""
+        body: dict[str, Any] = {
+            "model": self.model,
+            "prompt": prompt if isinstance(prompt, str) else list(prompt),
+            "max_tokens": sampling.max_new_tokens,
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+            "seed": sampling.seed,
+        }
+        if stop:
+            body["stop"] = list(stop)
+        return self._json("POST", "/v1/completions", body)["choices"][0]["text"]
+
+    def score(self, rows: Sequence[Sequence[int]]) -> list[list[float]]:
+        """Log-probabilities of the tokens 1.. of each row given those before, in nats."""
+        body = {"model": self.model, "prompt": [list(r) for r in rows], "max_tokens": 0, "echo": True, "logprobs": 1}
+        choices = self._json("POST", "/v1/completions", body)["choices"]
+        return [choice["logprobs"]["token_logprobs"][1:] for choice in sorted(choices, key=lambda c: c["index"])]
+
+    def update_from_disk(self, folder: str, version: int) -> None:
+        """Have the server read its weights from a folder that it sees (SGLang's and `k3train serve`'s way)."""
+        self._json("POST", "/update_weights_from_disk", {"model_path": folder, "weight_version": version})
+
+    def update_bucket(self, content: bytes, version: int | None) -> None:
+        """Overwrite some rows of the weights of a `k3train serve`; `version` with the last bucket."""
+        headers = {} if version is None else {"K3train-Weight-Version": str(version)}
+        self._json("POST", "/update_weights_from_bucket", content, headers)
+
+    def _json(self, method: str, path: str, body: Any = None, headers: dict[str, str] | None = None) -> dict[str, Any]:
+        content = body if isinstance(body, bytes) or body is None else json.dumps(body).encode()
+        connection, response = self._ask(method, path, content, headers)
+        try:
+            answer = json.loads(response.read())
+        except (OSError, http.client.HTTPException, ValueError) as error:
+            raise ServerFailedError(f"{path}: the answer cannot be read ({error})") from error
+        finally:
+            connection.close()
+        if not isinstance(answer, dict):
+            raise ServerFailedError(f"{path}: the answer is no JSON object")
+        return answer
+
+    def _ask(
+        self, method: str, path: str, content: bytes | None, headers: dict[str, str] | None = None
+    ) -> tuple[http.client.HTTPConnection, http.client.HTTPResponse]:
+        kind = http.client.HTTPSConnection if self._parts.scheme == "https" else http.client.HTTPConnection
+        connection = kind(self._parts.hostname, self._parts.port, timeout=self.timeout)
+        sent = {"Content-Type": "application/json", **(headers or {})}
+        if self._key:
+            sent["Authorization"] = f"Bearer {self._key}"
+        try:
+            connection.request(method, self._prefix + path, content, sent)
+            response = connection.getresponse()
+            told = response.read() if response.status != 200 else b""
+        except (OSError, http.client.HTTPException) as error:
+            connection.close()
+            raise ServerFailedError(f"{self._parts.netloc}: {error or type(error).__name__}") from error
+        if response.status != 200:
+            connection.close()
+            text = f"{self._parts.netloc}{path}: {response.status} {told[:500].decode(errors='replace')}"
+            raise ServerRefusedError(text) if 400 <= response.status < 500 else ServerFailedError(text)
+        return connection, response

@@ -1,0 +1,261 @@
+"""Reinforcement learning: the model in training makes the data, environments reward them, the objective learns."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+
+from k3train.config.schema import RecipeConfig
+from k3train.errors import UserError
+from k3train.model.model import TokenLosses
+from k3train.rl import report
+from k3train.rl.agree import SharedEngine, agree
+from k3train.rl.batches import examples, micro_batches, pack, trainable
+from k3train.rl.chat import ChatFormat
+from k3train.rl.effort import Budgets
+from k3train.rl.objective import distillation_advantages, kl_estimate, policy_terms
+from k3train.rl.rollouts import Rollouts
+from k3train.rl.sources import fingerprint, make_sources, wanted
+from k3train.rl.teachers import Teachers
+from k3train.rl.trajectory import Group
+from k3train.rollout.client import CompletionClient
+from k3train.rollout.engine import Work
+from k3train.rollout.local import LocalEngine
+from k3train.rollout.remote import OpenAIEngine
+from k3train.rollout.sampling import SamplingConfig
+from k3train.rollout.tasks import read_tasks
+from k3train.stages.inputs import fitting_tokenizer
+from k3train.train.stage import Batch
+
+MOST_EMPTY = 20  # iterations in a row without a group that can be trained on
+
+
+class RLStage:
+    """Rollouts for data, a policy gradient for loss. All ranks hold the same samples; each trains on its rows."""
+
+    bytes_per_token = None
+
+    def __init__(self, config: RecipeConfig) -> None:
+        """Read tasks and environments. Every rank calls this once the process groups stand.
+
+        Raises:
+            UserError: tokenizer, tasks or environments are not usable.
+        """
+        self.config, self.rl = config, config.rl
+        self.tokenizer = fitting_tokenizer(config)
+        self.chat = ChatFormat(self.tokenizer, f"data.tokenizer={config.data.tokenizer}")
+        sources = make_sources(self.rl)
+        self.fingerprint = fingerprint(self.rl, sources, self.tokenizer)
+        self.budgets = Budgets(self.rl.effort)
+        self.rollouts = Rollouts(
+            self.rl, sources, self.chat, config.train.seed, config.train.seq_length, agree, self._budget
+        )
+        self._held_out = (
+            wanted(read_tasks(self.rl.eval_tasks), self.rl)[: self.rl.eval_limit] if self.rl.eval_tasks else []
+        )
+        self._trainer: Any = None
+        self._teachers: Teachers | None = None
+        self._groups: list[Group] = []
+        self._version = 0
+        self._rows = 0
+
+    def attach(self, trainer: Any) -> None:
+        """Take the trainer's models and start the engine.
+
+        Raises:
+            UserError: the rollout server does not answer.
+        """
+        self._trainer = trainer
+        self._model = trainer.models[0].module
+        rollout = self.rl.rollout
+        if self.rl.objective.signal == "mopd":
+            self._teachers = Teachers(self.config, self.rollouts, trainer.here.device)
+        if rollout.engine == "local":
+            self.engine: LocalEngine | SharedEngine = LocalEngine(
+                self._model,
+                min(self.tokenizer.vocab_size, self._model.vocab_size),
+                dist.group.WORLD,
+                rollout.max_rows,
+                rollout.keep_states,
+                record_experts=rollout.replay_experts,
+            )
+        else:
+            self.engine = SharedEngine(self._connect)
+        self._refreshed: int | None = None
+
+    def _connect(self) -> OpenAIEngine:
+        rollout = self.rl.rollout
+        client = CompletionClient(rollout.url, rollout.model, rollout.timeout_seconds)
+        return OpenAIEngine(client, rollout.concurrency, rollout.retries)
+
+    def training_steps(self, consumed_samples: int) -> Iterator[list[Batch]]:
+        """Sample, reward, pack: one step's rows after the other. The policy's version is the number of steps done."""
+        version = consumed_samples // self.config.train.global_batch_size
+        if self.rl.effort.enabled and not self.budgets.base:
+            self._measure_budgets(version)
+        while True:
+            self._version, self._groups = version, self._collect(version)
+            yield self._batches(self._groups, version)
+            version += 1
+
+    def _collect(self, version: int) -> list[Group]:
+        self._refresh(version)
+        for _ in range(MOST_EMPTY):
+            groups = self.rollouts.collect(self.engine, version)
+            if trainable(groups):
+                return groups
+        raise UserError(
+            f"no group of {MOST_EMPTY} iterations in a row has two samples that did not fail; the last says:"
+            f" {next((s.error for g in groups for s in g.samples if s.error), 'nothing')}"
+        )
+
+    def _refresh(self, version: int) -> None:
+        """Give a server the weights of this version."""
+        if self.rl.rollout.engine == "local" or self.rl.rollout.refresh == "none" or self._refreshed == version:
+            return
+        from k3train.rl.weights import refresh
+
+        refresh(self.engine, self.config, self._trainer, version)
+        self._refreshed = version
+
+    def _batches(self, groups: list[Group], version: int) -> list[Batch]:
+        config = self.config
+        teacher = None if self._teachers is None else self._teachers.scores(groups)
+        made = examples(groups, self.rl.objective, version, teacher)
+        rank, ranks = parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
+        micro = config.train.micro_batch_size
+        batch = pack(made, config.train.seq_length, micro * ranks, self.tokenizer.pad)
+        self._rows = len(batch["tokens"])
+        return micro_batches(batch, micro, rank, ranks)
+
+    def loss(self, losses: TokenLosses) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
+        """The objective summed over sampled tokens, their number, and what is reported of them."""
+        batch, config = losses.batch, self.rl.objective
+        mask = losses.loss_mask
+        # Cross-entropy is the negative log-probability. Where nothing is trained both policies count as equal.
+        logprob = -losses.loss
+        behaviour = torch.where(mask > 0, batch["behaviour"], logprob.detach())
+        advantage = batch["advantage"]
+        if config.signal == "mopd":
+            advantage = distillation_advantages(batch["teacher"], logprob, config.distill_clip) * mask
+        terms = policy_terms(logprob, behaviour, advantage, config)
+        total = (terms.loss * batch["weight"] * mask).sum()
+        tokens, fresh = mask.sum(), batch["fresh"]
+
+        def mean(values: torch.Tensor, over: torch.Tensor) -> torch.Tensor:
+            return torch.stack([(values * over).sum().detach(), over.sum()])
+
+        divergence = kl_estimate(terms.log_ratio)
+        reported = {
+            "loss": torch.stack([total.detach(), tokens]),
+            "policy_ratio": mean(terms.log_ratio.exp(), mask),
+            "policy_masked": mean(terms.masked.float(), mask),
+            "policy_kl": mean(divergence, mask),
+            "sampled_entropy": mean(-logprob.detach(), mask),
+            "rollout_kl": mean(divergence, fresh),
+            "rollout_logprob_difference": mean(terms.log_ratio.abs(), fresh),
+            "advantage_abs": mean(advantage.abs(), mask),
+        }
+        return total, tokens.to(torch.int), reported
+
+    def step_metrics(self, seconds: float) -> dict[str, Any]:
+        """Rewards, lengths and staleness of the step's samples; what rolling out took; samples for people."""
+        rollout = self.rollouts.metrics()
+        trained = sum(s.drawn for _, samples in trainable(self._groups) for s in samples)
+        learning = max(seconds - rollout["rollout_seconds"], 1e-9)
+        interval = self.config.train.eval_interval
+        if dist.get_rank() == 0 and (interval == 0 or self._version % interval == 0):
+            rows = report.sample_rows(self.rollouts, self._groups, self._version + 1)
+            self._trainer.telemetry.table("samples", self._version + 1, rows)
+        return {
+            **report.group_metrics(self._groups, self._version),
+            "trained_tokens": trained,
+            "packed_rows": self._rows,
+            "tokens_per_second": trained / seconds,
+            "trainer_tokens_per_second": trained / learning,
+            "rollout": rollout,
+        }
+
+    def held_out(self) -> list[Batch] | None:
+        """None: `evaluate` generates instead."""
+        return None
+
+    def evaluate(self) -> dict[str, Any] | None:
+        """Accuracy on the held-out tasks, one answer each, under the present weights."""
+        if not self._held_out:
+            return None
+        version = self._trainer.state.step
+        self._refresh(version)
+        sampling = SamplingConfig(self.rl.rollout.max_new_tokens, self.rl.eval_temperature, seed=self.config.train.seed)
+        texts = self._answers(
+            [self.chat.prompt(task.conversation) for task in self._held_out], sampling, version, samples=1
+        )
+        right, lengths = [], []
+        for task, [tokens] in zip(self._held_out, texts):
+            answer = self.chat.answer(tokens, task.conversation.thinking)
+            right.append(answer.complete and task.is_right(answer.response))
+            lengths.append(len(tokens))
+        names = [f"{task.family} {task.effort or 'no effort'}" for task in self._held_out]
+        return {**report.accuracy_metrics(right, names), "response_length": sum(lengths) / len(lengths)}
+
+    def _answers(
+        self, prompts: list[tuple[int, ...]], sampling: SamplingConfig, version: int, samples: int
+    ) -> list[list[list[int]]]:
+        """Tokens of `samples` answers to each prompt, outside of the rollouts in flight."""
+        first = -1 - len(prompts)  # keys that no group has
+        out: list[list[list[int]]] = [[[] for _ in range(samples)] for _ in prompts]
+        self.engine.version = version
+        works = []
+        for number, prompt in enumerate(prompts):
+            room = min(sampling.max_new_tokens, self.config.train.seq_length - len(prompt))
+            if room > 0:
+                limited = replace(sampling, max_new_tokens=room)
+                works += [Work((first + number, j), prompt, limited, self.chat.stop) for j in range(samples)]
+        self.engine.submit(works)
+        while pieces := self.engine.poll():
+            for piece in pieces:
+                if piece.token is not None:
+                    out[piece.key[0] - first][piece.key[1]].append(piece.token)
+                if piece.finish is not None:
+                    self.engine.release(piece.key)
+        self.engine.pause()
+        return out
+
+    def _budget(self, environment: int, task: int, version: int) -> float | None:
+        if not self.rl.effort.enabled:
+            return None
+        effort = self.rollouts.sources[environment].tasks[task].effort
+        return self.budgets.budget(environment, task, effort, version)
+
+    def _measure_budgets(self, version: int) -> None:
+        """b0 of every training task from the start model, single-turn."""
+        sampling = SamplingConfig(self.rl.rollout.max_new_tokens, seed=self.config.train.seed)
+        for number, source in enumerate(self.rollouts.sources):
+            prompts = [self.chat.prompt(source.environment.conversation(task)) for task in source.tasks]
+            answers = self._answers(prompts, sampling, version, self.rl.effort.samples)
+            for index, (task, texts) in enumerate(zip(source.tasks, answers)):
+                read = [self.chat.answer(tokens, task.conversation.thinking) for tokens in texts]
+                right = [float(answer.complete and task.is_right(answer.response)) for answer in read]
+                thinking = self.rl.effort.counts == "thinking"
+                lengths = [a.thinking_tokens if thinking else len(t) for a, t in zip(read, texts)]
+                self.budgets.learn(number, index, lengths, right)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What is in flight and ready, the order of tasks, and the budgets."""
+        return {"rollouts": self.rollouts.state_dict(), "budgets": self.budgets.state_dict()}
+
+    def load_state_dict(self, saved: dict[str, Any]) -> None:
+        """Continue from what `state_dict` gave."""
+        self.rollouts.load_state_dict(saved["rollouts"])
+        self.budgets.load_state_dict(saved["budgets"])
+        if self.rl.rollout.keep_states and self.rollouts.groups:
+            self._trainer.telemetry.event(
+                "rl.rollout.keep_states: the states of paused samples are not in a checkpoint; they are computed anew"
+                " under the present weights, so this continuation differs from an uninterrupted run",
+                "warning",
+            )

@@ -1,0 +1,106 @@
+"""A reinforcement-learning run small enough for a test: copied letters, a chat tokenizer, a recipe, pool ranks."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from small_run import small_recipe
+
+VOCAB = 304
+
+
+def make_tasks(folder: Path) -> Path:
+    """A tokenizer with structural tokens, and tasks whose answer is one of the words of the question."""
+    from k3train.data.chat.tokens import save_chat_tokenizer, with_chat_tokens
+    from k3train.data.tokenizer import train_tokenizer
+
+    words = ["kan", "mol", "tix", "ruta"]
+    structure = 'message role="user" message role="assistant" think response say '
+    plain = train_tokenizer([(structure + " ".join(words) + " ") * 20], 290)
+    save_chat_tokenizer(with_chat_tokens(plain, grow=True), folder / "tokenizer")
+    rows = [
+        {
+            "id": f"{family}-{word}",
+            "family": family,
+            "messages": [{"role": "user", "content": f"{family} {word}"}],
+            "answer": word,
+        }
+        for family in ("say", "user")
+        for word in words
+    ]
+    (folder / "tasks.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder
+
+
+def rl_recipe(folder: Path, run_dir: Path, **changes: Any) -> dict[str, Any]:
+    """`small_recipe` as reinforcement learning; `changes` as there."""
+    recipe = small_recipe(
+        folder,
+        run_dir,
+        stage={"name": "rl"},
+        data={"tokenizer": str(folder / "tokenizer")},
+        train__steps=4,
+        train__seq_length=64,
+        train__global_batch_size=8,
+        train__eval_interval=2,
+        optim={"name": "adamw", "lr": 1e-3, "min_lr": 1e-3},
+        rl={
+            "environments": [{"tasks": str(folder / "tasks.jsonl"), "rewards": {"noise": 1.0}}],
+            "rollout": {"prompts": 2, "samples": 4, "max_new_tokens": 14, "max_rows": 16},
+            "eval_tasks": str(folder / "tasks.jsonl"),
+            "eval_limit": 3,
+        },
+    )
+    for key, value in changes.items():
+        section = recipe
+        *path, last = key.split("__")
+        for name in path:
+            section = section.setdefault(name, {})
+        section[last] = value
+    return recipe
+
+
+def train_rl(rank: int, world_size: int, recipe: dict[str, Any], signal_at: int = 0) -> tuple[int | str, dict]:
+    """Run the recipe on this pool rank; with `signal_at`, the last rank gets SIGTERM after that step's rollouts.
+
+    Returns the exit code, or the sentence of a UserError, and this rank's parameters by name.
+    """
+    import os
+    import signal
+    from collections.abc import Iterator
+
+    import torch
+
+    from k3train.config.load import recipe_from_dict
+    from k3train.config.validate import validate
+    from k3train.errors import UserError
+    from k3train.platform import Platform
+    from k3train.stages.rl import RLStage
+    from k3train.train import loop
+
+    class Interrupted(RLStage):
+        def training_steps(self, consumed_samples: int) -> Iterator[list[dict]]:
+            for number, batches in enumerate(super().training_steps(consumed_samples), start=1):
+                if number == signal_at and rank == world_size - 1:
+                    os.kill(os.getpid(), signal.SIGTERM)
+                yield batches
+
+    kept: dict[str, torch.Tensor] = {}
+
+    class Kept(loop.Trainer):
+        def run(self) -> int:
+            code = super().run()
+            for model in self.models:
+                kept.update({n: t.detach().clone() for n, t in model.module.state_dict().items() if t is not None})
+            return code
+
+    here = Platform("cpu", torch.device("cpu"), "gloo", rank, rank, world_size)
+    try:
+        config = recipe_from_dict(recipe)
+        validate(config, world_size)
+        code = loop.run_training(config, Interrupted, here, trainer=Kept)
+    except UserError as error:
+        return str(error), kept
+    return code, kept

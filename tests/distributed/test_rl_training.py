@@ -1,0 +1,226 @@
+"""Reinforcement learning through the whole loop: exact continuation, layouts, both engines, what is measured."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rl_run import make_tasks, rl_recipe, train_rl
+from small_run import lines
+
+CLOCKS = ("rollout_seconds", "rollout_tokens_per_second")
+# Fewer rows than samples in flight: an untrained model ends hardly any text early, so that all would finish together.
+PARTIAL = {
+    "rl__rollout__finish_fraction": 0.4,
+    "rl__rollout__prompts": 3,
+    "rl__rollout__max_rows": 5,
+    "train__global_batch_size": 12,
+}
+
+
+@pytest.fixture(scope="module")
+def tasks(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tasks(tmp_path_factory.mktemp("tasks"))
+
+
+def steps(run_dir: Path) -> list[dict[str, Any]]:
+    found = lines(run_dir, "train")
+    for line in found:
+        line.pop("trainer_tokens_per_second")
+        line["rollout"] = {k: v for k, v in line["rollout"].items() if k not in CLOCKS}
+    return found
+
+
+@pytest.fixture(scope="module")
+def clean(pool: Any, tasks: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict]:
+    """An undisturbed run with partial rollouts on one rank."""
+    run_dir = tmp_path_factory.mktemp("clean")
+    ((code, parameters),) = pool.run(train_rl, 1, rl_recipe(tasks, run_dir, **PARTIAL))
+    assert code == 0, code
+    return run_dir, parameters
+
+
+def test_what_is_measured(clean: tuple[Path, dict]) -> None:
+    """Rollout and trainer agree on fresh tokens at every step; later steps train on tokens of older policies too."""
+    run_dir, _ = clean
+    found = steps(run_dir)
+    assert [line["step"] for line in found] == [1, 2, 3, 4]
+    for line in found:
+        assert abs(line["rollout_kl"]) < 1e-9
+        assert line["rollout_logprob_difference"] < 1e-5
+        assert line["sampled_entropy"] > 3
+        assert line["grad_norm"] > 0
+    assert found[0]["staleness"] == 0
+    assert max(line["staleness_max"] for line in found) >= 1
+    stale = [line for line in found if line["staleness"] > 0]
+    assert all(line["policy_kl"] > 10 * abs(line["rollout_kl"]) for line in stale)
+    assert sum(line["rollout"]["paused"] for line in found) > 0
+    assert sum(line["rollout"]["resumed"] for line in found) > 0
+    rows = [json.loads(line) for line in (run_dir / "samples.jsonl").read_text().splitlines()]
+    assert {"prompt", "response", "reward", "answer"} <= rows[0].keys()
+
+
+def test_an_interrupted_run_continues_bit_for_bit(
+    pool: Any, tasks: Path, clean: tuple[Path, dict], tmp_path: Path
+) -> None:
+    """Stopped while samples are in flight: every number, every later sample and the weights are the same."""
+    run_dir, parameters = clean
+    recipe = rl_recipe(tasks, tmp_path, **PARTIAL)
+    ((code, _),) = pool.run(train_rl, 1, recipe, 2)
+    assert code == 128 + 15
+    [saved] = (tmp_path / "checkpoints").glob("step_*/stage.json")
+    in_flight = json.loads(saved.read_text())["rollouts"]["groups"]
+    assert any(s["tokens"] and s["finish"] is None for g in in_flight for s in g["samples"])
+    ((code, resumed),) = pool.run(train_rl, 1, recipe)
+    assert code == 0, code
+    assert steps(tmp_path) == steps(run_dir)
+    assert lines(tmp_path, "eval") == lines(run_dir, "eval")
+    assert all(torch.equal(resumed[name], parameters[name]) for name in parameters)
+
+
+def test_a_missing_state_is_named(pool: Any, tasks: Path, tmp_path: Path) -> None:
+    recipe = rl_recipe(tasks, tmp_path, **PARTIAL)
+    assert pool.run(train_rl, 1, recipe, 1)[0][0] == 128 + 15
+    [saved] = (tmp_path / "checkpoints").glob("step_*/stage.json")
+    saved.unlink()
+    ((message, _),) = pool.run(train_rl, 1, recipe)
+    assert isinstance(message, str)
+    assert "stage.json" in message
+
+
+def test_distillation_from_teachers(pool: Any, tasks: Path, clean: tuple[Path, dict], tmp_path: Path) -> None:
+    """A teacher that is the student gives no signal on fresh tokens; others, by domain, do, in the dense reward."""
+    start = str(clean[0])
+    mopd = {"signal": "mopd", "regularizer": 0.0, "clip_high": 1e6, "clip_low": 1e-6}
+    common = {"rl__objective": mopd, "train__steps": 1, "checkpoint__load": start}
+    own = rl_recipe(tasks, tmp_path / "own", **common, rl__teachers=[{"checkpoint": start}])
+    ((code, _),) = pool.run(train_rl, 1, own)
+    assert code == 0, code
+    [line] = steps(tmp_path / "own")
+    assert line["advantage_abs"] < 1e-5
+    assert abs(line["loss"]) < 1e-5
+    other = rl_recipe(tasks, tmp_path / "init", train__seed=7, train__steps=1)
+    assert pool.run(train_rl, 1, other)[0][0] == 0
+    teachers = [{"checkpoint": start, "family": "say"}, {"checkpoint": str(tmp_path / "init"), "family": "user"}]
+    for families, signal in ((["say"], False), (["user"], True)):
+        run_dir = tmp_path / families[0]
+        recipe = rl_recipe(tasks, run_dir, **common, rl__teachers=teachers, rl__families=families)
+        assert pool.run(train_rl, 1, recipe)[0][0] == 0
+        assert (steps(run_dir)[0]["advantage_abs"] > 1e-2) is signal
+    ((message, _),) = pool.run(train_rl, 1, rl_recipe(tasks, tmp_path / "x", **common, rl__teachers=teachers[:1]))
+    assert "rl.teachers has none for family=user" in message
+
+
+def test_experts_of_the_rollout_are_replayed(pool: Any, tasks: Path, tmp_path: Path) -> None:
+    """In bf16, with two tensor-parallel ranks: replayed, both sides agree better than where each chooses; the same
+    samples are drawn, for replaying changes nothing before the first step."""
+    differences = {}
+    for replay in (False, True):
+        run_dir = tmp_path / str(replay)
+        changes = {"train__precision": "bf16", "train__steps": 1, "parallel__tensor": 2}
+        results = pool.run(train_rl, 2, rl_recipe(tasks, run_dir, **changes, rl__rollout__replay_experts=replay))
+        assert [code for code, _ in results] == [0, 0], results
+        [line] = steps(run_dir)
+        differences[replay] = line
+    assert differences[True]["trained_tokens"] == differences[False]["trained_tokens"]
+    assert differences[True]["reward"] == differences[False]["reward"]
+    assert differences[True]["rollout_logprob_difference"] < differences[False]["rollout_logprob_difference"]
+
+
+@pytest.fixture
+def server(tasks: Path, tmp_path: Path, single_rank: None) -> Iterator[Any]:
+    """A completion server in this process, with the run's architecture and other weights."""
+    from k3train.config.load import recipe_from_dict
+    from k3train.data.tokenizer import load_tokenizer
+    from k3train.model.build import build_chunks
+    from k3train.rollout.serve import CompletionServer
+    from k3train.rollout.serve_model import ModelThread
+
+    config = recipe_from_dict(rl_recipe(tasks, tmp_path, train__seed=99))
+    (model,), _ = build_chunks(config)
+    worker = ModelThread(model.eval(), load_tokenizer(tasks / "tokenizer"), frozenset(), allow_updates=True)
+    running = CompletionServer(("127.0.0.1", 0), worker, "policy").start()
+    yield running
+    running.close()
+
+
+@pytest.mark.parametrize("refresh", ["in_place", "disk"])
+def test_rollouts_from_a_server(pool: Any, tasks: Path, tmp_path: Path, server: Any, refresh: str) -> None:
+    """Its weights are replaced before every step: the run is the one that the local engine makes, to rounding.
+
+    On disk they are bf16, so the two sides differ by that, measurably.
+    """
+    ranks = 1 if refresh == "in_place" else 2
+    changes = {"train__steps": 2, "train__eval_interval": 0}
+    if ranks == 2:
+        changes["parallel__expert"] = 2
+    local = rl_recipe(tasks, tmp_path / "local", **changes)
+    assert {code for code, _ in pool.run(train_rl, ranks, local)} == {0}
+    recipe = rl_recipe(tasks, tmp_path / "remote", **changes)
+    recipe["rl"]["rollout"] |= {"engine": "openai", "url": server.url, "refresh": refresh}
+    results = pool.run(train_rl, ranks, recipe)
+    assert {code for code, _ in results} == {0}, results
+    assert server.worker.version == 2
+    for ours, inside in zip(steps(tmp_path / "remote"), steps(tmp_path / "local"), strict=True):
+        if refresh == "in_place":
+            assert ours["loss"] == pytest.approx(inside["loss"], rel=1e-4, abs=1e-6)
+            assert (ours["reward"], ours["trained_tokens"]) == (inside["reward"], inside["trained_tokens"])
+            assert abs(ours["rollout_kl"]) < 1e-9
+        else:
+            assert 1e-12 < ours["rollout_kl"] < 1e-2
+        assert ours["rollout"]["failures"] == 0
+
+
+LAYOUTS = {
+    "dp2": (2, {}),
+    "tp2": (2, {"parallel__tensor": 2}),
+    "ep2": (2, {"parallel__expert": 2}),
+    "tp2_ep2": (4, {"parallel__tensor": 2, "parallel__expert": 2}),
+}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_layouts_give_the_same_numbers(
+    pool: Any, tasks: Path, clean: tuple[Path, dict], tmp_path: Path, name: str
+) -> None:
+    """The same samples, rewards, losses and gradients, with generation in the trainer's own layout."""
+    world_size, changes = LAYOUTS[name]
+    results = pool.run(train_rl, world_size, rl_recipe(tasks, tmp_path, **PARTIAL, **changes))
+    assert [code for code, _ in results] == [0] * world_size, results[0][0]
+    for ours, one_rank in zip(steps(tmp_path), steps(clean[0]), strict=True):
+        assert ours["trained_tokens"] == one_rank["trained_tokens"]
+        assert ours["reward"] == one_rank["reward"]
+        assert ours["loss"] == pytest.approx(one_rank["loss"], rel=1e-4, abs=1e-6)
+        assert ours["grad_norm"] == pytest.approx(one_rank["grad_norm"], rel=1e-3)
+        assert abs(ours["rollout_kl"]) < 1e-9
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"rl__environments": []}, "rl.environments=[] names no tasks"),
+        ({"rl__rollout__samples": 1}, "rl.rollout.samples=1"),
+        ({"train__global_batch_size": 4}, "prompts * rl.rollout.samples = 8"),
+        ({"rl__objective": {"clip_low": 1.5}}, "do not lie around 1"),
+        ({"rl__objective": {"surrogate": "trpo"}}, "rl.objective.surrogate=trpo does not exist"),
+        ({"rl__rollout__finish_fraction": 0.0}, "rl.rollout.finish_fraction=0"),
+        ({"rl__rollout__engine": "openai"}, "rl.rollout.url"),
+        ({"rl__families": ["nothing"]}, "no task of rl.families=['nothing']"),
+        ({"rl__efforts": ["medium"]}, "has medium, which does not exist"),
+        ({"rl__environments": [{"tasks": "nowhere.jsonl"}]}, "nowhere.jsonl"),
+        ({"rl__effort": {"enabled": True, "stages": [{"step": 3}]}}, "rl.effort.stages"),
+        ({"train__seq_length": 24}, "leaves none of train.seq_length=24"),
+        ({"model__mtp": {"num_layers": 1}}, "model.mtp.num_layers=1"),
+    ],
+)
+def test_wrong_recipes_get_one_sentence(
+    pool: Any, tasks: Path, tmp_path: Path, changes: dict[str, Any], words: str
+) -> None:
+    ((message, _),) = pool.run(train_rl, 1, rl_recipe(tasks, tmp_path, **changes))
+    assert isinstance(message, str)
+    assert words in message, message
+    assert "\n" not in message

@@ -1,0 +1,202 @@
+"""Rewards, the Python tool's environment, a class of one's own, the judge's tournament: by hand and over loopback."""
+
+from __future__ import annotations
+
+import http.server
+import json
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import pytest
+
+from k3train.config.rl import EnvironmentConfig
+from k3train.data.chat.messages import ToolCall, conversation_of
+from k3train.data.chat.parse import Completion
+from k3train.errors import UserError
+from k3train.rl.environments import Environment, PythonEnvironment, Step, call_all, make_environment
+from k3train.rl.judge import JudgedEnvironment, read_verdict, tournament
+from k3train.rl.rewards import REWARDS, weighted
+from k3train.rollout.tasks import Task
+
+
+def task(answer: str = "42", check: str = "digits") -> Task:
+    return Task(
+        "t", "f", conversation_of({"messages": [{"role": "user", "content": "what is it"}]}, "x"), answer, check
+    )
+
+
+def says(text: str, complete: bool = True, calls: Sequence[ToolCall] = ()) -> Completion:
+    return Completion(response=text, complete=complete, calls=list(calls))
+
+
+def test_rules() -> None:
+    assert REWARDS["answer"](task(), [says("4 2")], 0) == 1.0
+    assert REWARDS["answer"](task(), [says("43")], 0) == 0.0
+    assert REWARDS["answer"](task(), [says("42", complete=False)], 0) == 0.0
+    assert REWARDS["format"](task(), [says("x"), says("y", complete=False)], 0) == 0.0
+    both = weighted({"answer": 1.0, "format": 0.25})
+    assert [both(task(), [says(text)], 0) for text in ("42", "41")] == [1.25, 0.25]
+    noise = [REWARDS["noise"](task(), [says("42")], seed) for seed in range(200)]
+    assert 70 < sum(noise) < 130
+    for wrong in ({"luck": 1.0}, {}):
+        with pytest.raises(UserError, match="allowed: answer"):
+            weighted(wrong)
+
+
+def test_unit_tests() -> None:
+    """Two of three lines hold; a program that exits or prints on its own passes none it did not earn."""
+    tests = task("assert double(2) == 4\nassert double(0) == 0\nassert double('a') == 1")
+    program = "Here:\n```python\ndef double(x):\n    return 2 * x\n```\nDone."
+    assert REWARDS["unit_tests"](tests, [says(program)], 0) == pytest.approx(2 / 3)
+    cheats = "import os\nprint('ok', flush=True)\nos._exit(0)"
+    assert REWARDS["unit_tests"](tests, [says(cheats)], 0) == 0.0
+
+
+def call(**arguments: Any) -> ToolCall:
+    return ToolCall("python", arguments)
+
+
+def test_the_python_tool() -> None:
+    """Calls are answered in order until a message without any, or the last turn, is rewarded."""
+    tools = PythonEnvironment(REWARDS["answer"], max_turns=3, seconds=20)
+    step = tools.step(task(), [says("", calls=[call(code="print(6 * 7)"), call(code="1 / 0"), call(text="x")])], 0)
+    assert step.reward is None
+    contents = [message["content"] for message in step.messages]
+    assert contents[0] == "42\n"
+    assert "ZeroDivisionError" in contents[1]
+    assert "argument code" in contents[2]
+    assert step.info == {"tool_calls": 3, "tool_errors": 2}
+    assert [message["role"] for message in step.messages] == ["tool"] * 3
+    turns = [says("", calls=[call(code="1")]), says("42")]
+    assert tools.step(task(), turns, 0).reward == 1.0
+    assert tools.step(task(), [*turns[:1] * 2, says("", calls=[call(code="1")])], 0).reward == 0.0
+    declared = tools.conversation(task()).tools
+    assert [tool["function"]["name"] for tool in declared] == ["python"]
+    slow = PythonEnvironment(REWARDS["answer"], seconds=1).step(
+        task(), [says("", calls=[call(code="while True: pass")])], 0
+    )
+    assert "time limit" in slow.messages[0]["content"]
+
+
+class Own(Environment):
+    """As a user writes it."""
+
+    def __init__(self, reward: Any, bonus: float = 0.0) -> None:
+        super().__init__(reward)
+        self.bonus = bonus
+
+    def step(self, task: Task, turns: Sequence[Completion], seed: int) -> Step:
+        return Step(self.reward(task, turns, seed) + self.bonus)
+
+
+def test_a_class_of_ones_own() -> None:
+    own = make_environment(EnvironmentConfig(f"{__name__}:Own", "x", options={"bonus": 2.0}))
+    assert own.step(task(), [says("42")], 0).reward == 3.0
+    for wrong, words in (
+        (EnvironmentConfig("nothing", "x"), "nothing does not exist; allowed: single, python"),
+        (EnvironmentConfig("no.such:Thing", "x"), "cannot be imported"),
+        (EnvironmentConfig("json:JSONDecoder", "x"), "is no Environment"),
+        (EnvironmentConfig("single", "x", options={"depth": 1}), "no option depth"),
+        (EnvironmentConfig("python", "x", options={"depth": 1}), "allowed: seconds"),
+        (EnvironmentConfig(f"{__name__}:Own", "x", options={"depth": 1}), "correct its options"),
+        (EnvironmentConfig("judge", "x"), "needs options.url"),
+    ):
+        with pytest.raises(UserError, match=words):
+            make_environment(wrong)
+
+
+def test_calls_side_by_side() -> None:
+    """Results in order; an exception and a hang stand for their own call only."""
+
+    def hang() -> None:
+        time.sleep(20)
+
+    def fail() -> None:
+        raise ValueError("no")
+
+    started = time.monotonic()
+    results = call_all([lambda: 1, fail, hang, lambda: 4], 1.0)
+    assert (results[0], results[3]) == (1, 4)
+    assert isinstance(results[1], ValueError)
+    assert isinstance(results[2], TimeoutError)
+    assert time.monotonic() - started < 15
+    assert call_all([], 1.0) == []
+
+
+GOOD = "accuracy\nclarity\naccuracy | A: 7 | B: 4\nclarity | A: 2 | B: 3.5\nVERDICT: A"
+
+
+def test_verdicts() -> None:
+    verdict = read_verdict(GOOD)
+    assert (verdict.winner, verdict.scorepad) == (0, (("accuracy", 7.0, 4.0), ("clarity", 2.0, 3.5)))
+    swapped = read_verdict(GOOD, swapped=True)
+    assert (swapped.winner, swapped.scorepad[0]) == (1, ("accuracy", 4.0, 7.0))
+    for broken in ("VERDICT: A", GOOD.replace("VERDICT: A", ""), GOOD.replace("VERDICT: A", "VERDICT: B"), ""):
+        assert read_verdict(broken) is None
+
+
+def longest_wins(prompt: str) -> str:
+    a = prompt.partition("Answer A:\n")[2].partition("\n\nAnswer B:")[0]
+    b = prompt.partition("Answer B:\n")[2].partition("\n\nFirst write")[0]
+    scores = (len(a), len(b))
+    return f"length | A: {scores[0]} | B: {scores[1]}\nVERDICT: {'AB'[scores[1] > scores[0]]}"
+
+
+def test_a_tournament() -> None:
+    """Three answers, six games: wins by length; the longest falls to the veto; a judge that always says A is a draw."""
+    answers = ["x", "xxx", "xx"]
+    assert tournament("q", answers, longest_wins).rewards == [0.0, 1.0, 0.5]
+    vetoed = tournament("q", answers, longest_wins, most_length=2)
+    assert (vetoed.rewards, vetoed.vetoed) == ([0.5, 0.0, 1.0], [False, True, False])
+    assert tournament("q", answers, longest_wins, most_length=0).rewards == [0.0, 0.0, 0.0]
+    assert tournament("q", answers, lambda _: "s | A: 9 | B: 1\nVERDICT: A").rewards == [0.5] * 3
+    silent = tournament("q", answers, lambda _: "hm")
+    assert (silent.rewards, silent.failures) == ([0.5] * 3, 6)
+
+    def broken(_: str) -> str:
+        raise OSError("gone")
+
+    assert tournament("q", answers, broken).failures == 6
+    assert tournament("q", answers[:1], longest_wins).rewards == [0.0]
+
+
+@pytest.fixture
+def judge_server() -> Iterator[tuple[str, list[str]]]:
+    """A completion server that judges by length."""
+    asked: list[str] = []
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            asked.append(body["prompt"])
+            text = longest_wins(body["prompt"])
+            content = json.dumps({"choices": [{"index": 0, "text": text, "finish_reason": "stop"}]}).encode()
+            self.send_response(200 if "BREAK" not in body["prompt"] else 503)
+            self.send_header("Content-Length", str(len(content)))
+            self.end_headers()
+            self.wfile.write(content)
+
+        def log_message(self, *_: Any) -> None:
+            pass
+
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_address[1]}", asked
+    server.shutdown()
+    server.server_close()
+
+
+def test_a_judge_over_http(judge_server: tuple[str, list[str]]) -> None:
+    """Answers that break the format do not play; the veto is sigma times the reference; a dead judge is a failure."""
+    url, asked = judge_server
+    judge = JudgedEnvironment(REWARDS["format"], url=url, sigma=2.0)
+    answers = [says("aaaa"), says("aa"), says("aaaaaaaaa"), says("a", complete=False)]
+    rewards = judge.judge_group(task("four"), answers)
+    assert rewards == [1.0, 0.5, 0.0, 0.0]
+    assert len(asked) == 2
+    assert "what is it" in asked[0]
+    with pytest.raises(TimeoutError, match="no verdict in 2 games"):
+        judge.judge_group(task("four"), [says("BREAK"), says("b")])
+    assert judge.judge_group(task("four"), [says("a"), says("b", complete=False)]) == [1.0, 0.0]
