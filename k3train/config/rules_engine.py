@@ -29,6 +29,7 @@ _WHY = {
     "lora.enabled": "is not for engine=deepspeed, under which frozen parameters are untried",
     "optim.qk_clip.enabled": "is not for engine=deepspeed, whose flat shards have no heads to clip",
 }
+_STAGES = ("pretrain", "sft")  # whose data do not come from the model in training
 _OFFLOADS = ("offload_optimizer", "offload_parameters")
 
 
@@ -43,6 +44,9 @@ def check_engine(config: RecipeConfig) -> None:
             why = _WHY.get(key) or _WHY["parallel"]
             group = "optim=adamw" if key == "optim.name" else f"{key}={word}"
             raise refuse(config, key, why, f"{word} with engine=deepspeed", f"{group}, or engine=megatron")
+    if config.stage.name not in _STAGES:
+        why = "is not for engine=deepspeed, under which the model in training cannot generate"
+        raise refuse(config, "stage.name", why, f"{', '.join(_STAGES)} with engine=deepspeed", "engine=megatron")
     if config.parallel.transformer_impl == "te":
         why = "is not for engine=deepspeed, under which Transformer Engine's layers are untried"
         cure = "parallel.transformer_impl=local, or engine=megatron"

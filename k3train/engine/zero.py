@@ -19,6 +19,7 @@ from megatron.core import parallel_state
 from k3train.config.schema import OptimConfig, RecipeConfig
 from k3train.engine.library import describe, load_deepspeed, prepare_for_zero, shard_parameters, zero_config
 from k3train.model.build import build_chunks
+from k3train.model.experts import weights_changed
 from k3train.model.packing import Packing
 from k3train.optim.build import build_schedule
 from k3train.optim.policy import Treatment, apply_policy, optimizer_table
@@ -190,6 +191,7 @@ class ZeroRunner:
     def forward_backward(self, batches: list[Batch]) -> Reports:
         """Gradients of the global batch on their shards; returns the reported averages on every rank."""
         self.engine.train()
+        weights_changed([self.engine])
         reported, tokens = [], torch.zeros((), dtype=torch.float64, device=self.device)
         for number, batch in enumerate(batches, start=1):
             total, count, report = self._forward(batch)
@@ -207,6 +209,7 @@ class ZeroRunner:
     def evaluate(self, batches: list[Batch]) -> Reports:
         """Averages over held-out micro-batches; router statistics and gradients stay untouched."""
         self.engine.eval()
+        weights_changed([self.engine])
         try:
             return self._pool([self._forward(batch)[2] for batch in batches])
         finally:
@@ -214,8 +217,10 @@ class ZeroRunner:
 
     def _forward(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
         batch = {key: value.to(self.device) for key, value in batch.items()}
-        packing = Packing(batch["document_ids"])
-        return self.loss(self.engine(batch["tokens"], packing, batch["labels"], batch["loss_mask"]))
+        packing = Packing(batch["document_ids"], batch.get("padding"), routing=batch.get("routing"))
+        output = self.engine(batch["tokens"], packing, batch["labels"], batch["loss_mask"])
+        output.batch = batch
+        return self.loss(output)
 
     def _pool(self, reported: list[dict[str, torch.Tensor]]) -> Reports:
         names = sorted(reported[0])

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import ast
+from pathlib import Path
+
 import pytest
 
 from k3train.config import rules_engine
@@ -57,8 +60,44 @@ def test_transformer_engine_is_refused() -> None:
         validate(config, 1)
 
 
+def test_stages_that_generate_are_refused() -> None:
+    config = load_recipe([*TINY, *ZERO])
+    config.stage.name = "rl"
+    with pytest.raises(UserError, match=r"stage.name=rl is not for engine=deepspeed.*allowed: pretrain, sft.*megatron"):
+        rules_engine.check_engine(config)
+
+
 def test_without_the_package_its_installation_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rules_engine, "find_spec", lambda name: None)
     with pytest.raises(UserError, match=r"engine=deepspeed needs the package deepspeed.*pip install.*engine=megatron"):
         validate_machine(load_recipe([*TINY, *ZERO]), gpus=0)
     validate_machine(load_recipe(TINY), gpus=0)
+
+
+def test_deepspeed_is_imported_by_what_uses_it_alone() -> None:
+    """It is optional and slow to import, and reads its environment when it is: no module imports it at its head."""
+    root = Path(rules_engine.__file__).parents[1]
+    importers = {}
+    for path in root.rglob("*.py"):
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        for scope, nodes in (("head", tree.body), ("anywhere", ast.walk(tree))):
+            for node in nodes:
+                names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+                names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+                if any(name.partition(".")[0] == "deepspeed" for name in names):
+                    importers.setdefault(scope, set()).add(path.relative_to(root).as_posix())
+    assert importers == {"anywhere": {"engine/library.py"}}
+
+
+def test_a_run_under_muon_is_not_converted(tmp_path: Path) -> None:
+    """In one sentence, and with nothing written."""
+    from k3train.checkpoint import directory
+    from k3train.config.schema import to_plain
+    from k3train.engine.convert import convert
+
+    plain = to_plain(load_recipe([*TINY, "optim=per-head-muon"]))
+    directory.partial_of(tmp_path / "run", 3).mkdir(parents=True)
+    source = directory.commit(tmp_path / "run", 3, {"config": plain, "state": {}, "versions": {}})
+    with pytest.raises(UserError, match=r"optim.name=muon, which engine=deepspeed does not have.*checkpoint.load"):
+        convert(source, tmp_path / "new")
+    assert not (tmp_path / "new").exists()
