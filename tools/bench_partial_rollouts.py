@@ -2,8 +2,8 @@
 
 A random model of k3-tiny's shape generates for the queue that training uses; the lengths of the samples are drawn from
 a log-normal distribution, cut at the most. Compared are values of lambda, one after the other in one process, by the
-tokens generated per second of this process's CPU time (other work on the machine does not count); in the long run all of
-them are trained on. The tokens of groups that became ready are given too: in the first iterations short groups come first.
+tokens generated per second of this process's CPU time (other work on the machine does not count); in the long run all
+of them are trained on. The tokens of groups that became ready are given too: at first short groups come first.
 """
 
 import argparse
