@@ -119,6 +119,37 @@ def _inspect_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--verify", action="store_true", help="read every byte and compare the stored hashes")
 
 
+def _show_data_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--n", type=int, default=3, metavar="N", help="conversations to show (default 3)")
+    parser.add_argument("--skip", type=int, default=0, metavar="N", help="conversations to pass over first")
+    parser.add_argument("--scan", type=int, default=1000, metavar="N", help="conversations to summarize (default 1000)")
+    parser.add_argument("--valid", action="store_true", help="of sft.valid instead of sft.train")
+    parser.add_argument("-cd", "--config-dir", metavar="DIR", help="look for more recipes in DIR")
+    parser.add_argument("overrides", nargs="+", metavar="key=value", help="a recipe, such as recipe=sft/k3-tiny")
+
+
+def _eval_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--checkpoint", required=True, metavar="DIR", help="a checkpoint, or a run's checkpoints")
+    parser.add_argument("--tasks", metavar="FILE", help="tasks with answers (tools/make_tasks.py makes some)")
+    parser.add_argument("--limit", type=int, metavar="N", help="only the first N tasks")
+    parser.add_argument("--n", type=int, default=1, metavar="N", help="answers to each task (default 1)")
+    parser.add_argument("--k", default="1", metavar="K,K", help="pass@k for these k, up to N (default 1)")
+    parser.add_argument("--max-new-tokens", type=int, default=256, metavar="N", help="of an answer (default 256)")
+    parser.add_argument("--temperature", type=float, help="default 0 (greedy) for one answer, 1 for several")
+    parser.add_argument("--top-p", type=float, default=1.0, metavar="P", help="only the likeliest tokens of this mass")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--effort", choices=["low", "high", "max"], help="thinking effort instead of the tasks' own")
+    parser.add_argument(
+        "--perplexity", action="append", metavar="NAME=FILE", help="perplexity of conversations or texts; several"
+    )
+    parser.add_argument("--tokenizer", metavar="DIR", help="instead of the one saved with the checkpoint")
+    parser.add_argument("--template", default="k3", metavar="NAME", help="k3, tokenizer, or a Jinja file (default k3)")
+    parser.add_argument("--batch-size", type=int, default=32, metavar="N", help="answers at a time (default 32)")
+    parser.add_argument("--out", metavar="FILE.json", help="write the results, every answer included")
+    parser.add_argument("--wandb", metavar="PROJECT", help="send the results to a W&B run of this project")
+    _reading_arguments(parser)
+
+
 def _import_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--hf", required=True, metavar="DIR", help="a published Kimi K3 or Kimi Linear folder")
     parser.add_argument("--out", required=True, metavar="CKPT", help="the checkpoint to make")
@@ -134,13 +165,21 @@ def _export_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("overrides", nargs="*", metavar="parallel.KEY=VALUE", help="a layout; its ranks do the work")
 
 
+def _convert_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("checkpoint", metavar="CKPT", help="a checkpoint, or a run's newest")
+    parser.add_argument("run_dir", metavar="RUN_DIR", help="the run directory to make, for the other engine")
+
+
 # verb: (what it does, the module whose run(args) does it, its arguments)
 VERBS: dict[str, tuple[str, str, Callable[[argparse.ArgumentParser], None]]] = {
     "generate": ("continue a prompt", "k3train.rollout.generate_cli", _generate_arguments),
     "score": ("log-probabilities of given tokens", "k3train.rollout.score_cli", _score_arguments),
+    "eval": ("exact match, pass@k and perplexity", "k3train.rollout.eval_cli", _eval_arguments),
+    "show-data": ("conversations, and what is trained on", "k3train.data.chat.show", _show_data_arguments),
     "serve": ("answer completion requests over HTTP", "k3train.rollout.serve_cli", _serve_arguments),
     "import": ("make a checkpoint of a Hugging Face folder", "k3train.hf.import_cli", _import_arguments),
     "export": ("make a Hugging Face folder of a checkpoint", "k3train.hf.export_cli", _export_arguments),
+    "convert": ("a checkpoint from one engine to the other", "k3train.engine.convert", _convert_arguments),
     "inspect": ("step, tokens, layout, sizes and health", "k3train.checkpoint.inspect", _inspect_arguments),
 }
 

@@ -18,7 +18,7 @@ def main() -> int:
     """Run the program; returns its exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", required=True, help="folder to make")
-    parser.add_argument("--conversations", type=int, default=6000, help="in train.jsonl (%(default)s)")
+    parser.add_argument("--conversations", type=int, default=3000, help="in train.jsonl (%(default)s)")
     parser.add_argument("--turns", type=int, default=5, help="questions of a conversation (%(default)s)")
     parser.add_argument("--tasks", type=int, default=1800, help="in tasks-train.jsonl (%(default)s)")
     parser.add_argument("--held-out", type=int, default=180, help="in tasks-held-out.jsonl (%(default)s)")

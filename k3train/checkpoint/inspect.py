@@ -9,7 +9,7 @@ from pathlib import Path
 
 import yaml
 
-from k3train.checkpoint import directory, health
+from k3train.checkpoint import directory, engines, health
 from k3train.checkpoint.state import train_state
 from k3train.config.load import recipe_from_dict
 from k3train.config.quant import policy_in_force
@@ -104,8 +104,12 @@ def _print_checkpoint(path: Path, verify: bool) -> list[str]:
 def _tensors(path: Path) -> tuple[int, list[str]]:
     """Number of stored tensors, or why they cannot be counted."""
     from k3train.checkpoint.table import read_table
+    from k3train.checkpoint.whole import SavedTensors
 
     try:
+        engine = directory.read_marker(path).get(engines.KEY)
+        if engine is not None:
+            return len(SavedTensors(path, engine["files"])), []
         return len(read_table(path).state_dict_metadata), []
     except UserError as error:
         return 0, [str(error)]

@@ -181,18 +181,7 @@ class Saver:
         stage_text = None if stage is None else json.dumps(stage)
         with store.current_parameters(self.models), _quick_collection():
             try:
-                content = store.everything(self.models, self.optimizer, self.schedule, is_loading=False)
-                content["rng"] = rng.sharded(rng.capture())
-                request = dist_checkpointing.save(
-                    content,
-                    str(partial),
-                    self._strategy,
-                    validate_access_integrity=not self._validated,
-                    async_sharded_save=True,
-                    async_strategy="mcore",
-                )
-                live = live_storages(self.models, self.optimizer) if in_thread else None
-                writing = Writing(request, partial, live)
+                writing = self._plan(partial, in_thread)
             except (CheckpointException, CheckpointingException, OSError) as error:
                 failure = store.reason(error)
             self._check(store.agree(failure), f"The checkpoint in {partial} cannot be written", partial)
@@ -200,6 +189,21 @@ class Saver:
         self._validated = True
         pause = time.perf_counter() - started
         self._pending = _Pending(state.step, attempt, marker, writing, started, pause, stage_text)
+
+    def _plan(self, partial: Path, in_thread: bool) -> Writing:
+        """What this rank is to write; with `in_thread`, of copies that training does not change."""
+        content = store.everything(self.models, self.optimizer, self.schedule, is_loading=False)
+        content["rng"] = rng.sharded(rng.capture())
+        request = dist_checkpointing.save(
+            content,
+            str(partial),
+            self._strategy,
+            validate_access_integrity=not self._validated,
+            async_sharded_save=True,
+            async_strategy="mcore",
+        )
+        live = live_storages(self.models, self.optimizer) if in_thread else None
+        return Writing(request, partial, live)
 
     def _complete(self, last: bool) -> None:
         """Wait until all ranks have written, commit and prune."""

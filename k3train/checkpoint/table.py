@@ -7,6 +7,7 @@ from pathlib import Path
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata
 
+from k3train.checkpoint import directory, engines
 from k3train.checkpoint.directory import DamagedCheckpointError
 
 
@@ -15,7 +16,10 @@ def read_table(path: Path) -> Metadata:
 
     Raises:
         DamagedCheckpointError: it is missing or damaged.
+        UserError: DeepSpeed's engine wrote the checkpoint.
     """
+    if (path / directory.MARKER).is_file():
+        engines.require_engine(path, "megatron")
     file = path / ".metadata"
     try:
         table = FileSystemReader(path).read_metadata()

@@ -6,11 +6,12 @@ from k3train.config.rules import check_choice, check_range, refuse, value_at
 from k3train.config.rules_optim import check_optim
 from k3train.config.rules_quant import check_quant
 from k3train.config.rules_rl import check_rl
+from k3train.config.rules_sft import check_sft
 from k3train.config.schema import RecipeConfig
 from k3train.errors import UserError
 
 CHOICES = {
-    "stage.name": ("pretrain", "rl"),
+    "stage.name": ("pretrain", "sft", "rl"),
     "train.precision": ("fp32", "bf16"),
     "checkpoint.resume": ("auto", "never"),
     "checkpoint.async_busy": ("wait", "skip"),
@@ -56,10 +57,12 @@ def check_run(config: RecipeConfig) -> None:
     _check_milestones(config)
     check_optim(config)
     check_quant(config, CHOICES["stage.name"])
-    if config.stage.name == "rl":
+    if config.stage.name == "sft":
+        check_sft(config)
+    elif config.stage.name == "rl":
         check_rl(config)
-        return
-    _check_corpora(config)
+    else:
+        _check_corpora(config)
 
 
 def _check_milestones(config: RecipeConfig) -> None:

@@ -5,9 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from k3train.config.deepspeed import DeepSpeedConfig
 from k3train.config.model import ModelConfig
 from k3train.config.quant import QuantConfig
 from k3train.config.rl import RLConfig
+from k3train.config.sft import SftConfig
 
 
 @dataclass
@@ -186,13 +188,16 @@ class RecipeConfig:
     """A whole recipe."""
 
     recipe_name: str = "custom"
+    engine: str = "megatron"  # whose loop trains: megatron | deepspeed (data parallel alone, ZeRO; docs/deepspeed.md)
     run: RunConfig = field(default_factory=RunConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    deepspeed: DeepSpeedConfig = field(default_factory=DeepSpeedConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     quant: QuantConfig = field(default_factory=QuantConfig)
     data: DataConfig = field(default_factory=DataConfig)
     stage: StageConfig = field(default_factory=StageConfig)
+    sft: SftConfig = field(default_factory=SftConfig)
     rl: RLConfig = field(default_factory=RLConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)

@@ -6,6 +6,7 @@ from k3train.config.implementation import resolve_transformer_impl
 from k3train.config.parameters import parameter_count
 from k3train.config.quant import policy_in_force
 from k3train.config.rules import check_range
+from k3train.config.rules_engine import check_engine, check_installed
 from k3train.config.rules_model import check_model
 from k3train.config.rules_parallel import check_parallel, least_world_size
 from k3train.config.rules_quant import resolve_quant_backend
@@ -29,6 +30,7 @@ def validate(config: RecipeConfig, world_size: int | None = None) -> None:
     """
     check_model(config)
     check_run(config)
+    check_engine(config)
     _validate_parallel(config, world_size)
 
 
@@ -51,6 +53,7 @@ def validate_machine(config: RecipeConfig, gpus: int) -> None:
 
     `gpus`: CUDA devices this process may use.
     """
+    check_installed(config)
     kind = "cuda" if gpus and config.run.device != "cpu" else "cpu"
     resolve_transformer_impl(config.parallel.transformer_impl, kind, config.train.precision)
     if policy_in_force(config.quant, config.stage.name):

@@ -13,13 +13,14 @@ from pathlib import Path
 import torch
 
 from k3train import platform
-from k3train.checkpoint import directory, store
+from k3train.checkpoint import directory
 from k3train.config.load import recipe_from_dict
 from k3train.config.quant import QuantConfig, policy_in_force, said_change
 from k3train.config.rules_parallel import check_parallel, data_parallel_size, least_world_size
 from k3train.config.rules_quant import check_blocks
 from k3train.config.schema import ParallelConfig, RecipeConfig
 from k3train.data.tokenizer import Tokenizer, load_tokenizer
+from k3train.engine.weights import fill
 from k3train.errors import UserError
 from k3train.model.build import build_chunks, start_model_parallel
 from k3train.model.model import K3Model
@@ -177,5 +178,5 @@ def restore(
         print(f"k3train: {said}", file=sys.stderr)
     start_model_parallel(config.parallel)
     (model,), _ = build_chunks(config, here.device, init=False)
-    store.load_model(path, [model])
+    fill(model, path)
     return Restored(model.eval(), config, path, here.device, here.rank)

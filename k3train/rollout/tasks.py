@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +19,8 @@ Checker = Callable[[str, str], bool]
 class Task:
     """What is asked, and how the answer is judged.
 
-    `conversation` ends where the assistant has to answer. `check` names one of `CHECKERS`. `family` is the domain that
-    results are grouped by.
+    `conversation` ends where the assistant has to answer; `reference` goes on with an answer that is known to be good.
+    `check` names one of `CHECKERS`. `family` is the domain that results are grouped by.
     """
 
     id: str
@@ -28,6 +28,7 @@ class Task:
     conversation: Conversation
     answer: str
     check: str = "exact"
+    reference: Conversation | None = None
 
     @property
     def effort(self) -> str | None:
@@ -89,8 +90,8 @@ def read_tasks(path: str | Path) -> list[Task]:
     """The tasks of a file (jsonl, parquet or a saved data set), in its order.
 
     A row is a conversation, as SFT reads it, with `answer` and, where they differ from the defaults, `check` (exact),
-    `family` (all) and `id` (the row's number). Messages from the last assistant's on are left out: they are the
-    reference.
+    `family` (all) and `id` (the row's number). An assistant's message at the end is the reference, and is not asked
+    with.
 
     Raises:
         UserError: the file cannot be read, or a row is no task.
@@ -113,13 +114,14 @@ def _task(row: Any, source: str, number: int) -> Task:
     answer = row["answer"] if isinstance(row["answer"], str) else json.dumps(row["answer"])
     if check == "digits" and not "".join(_words(answer)).removeprefix("-").isdecimal():
         raise UserError(f"{source}: answer is {answer!r}, which check=digits cannot compare; give a whole number")
-    if isinstance(row.get("messages"), list):
-        row["messages"] = _before_last_assistant(row["messages"])
-    conversation = conversation_of(row, source)
-    return Task(str(row.get("id") or number), str(row.get("family") or "all"), conversation, answer, check)
-
-
-def _before_last_assistant(messages: Sequence[Any]) -> list[Any]:
-    if messages and isinstance(messages[-1], Mapping) and messages[-1].get("role") == "assistant":
-        return list(messages[:-1])
-    return list(messages)
+    reference = conversation_of(row, source)
+    messages = reference.messages
+    conversation = replace(reference, messages=messages[:-1]) if messages[-1]["role"] == "assistant" else reference
+    return Task(
+        id=str(row.get("id") or number),
+        family=str(row.get("family") or "all"),
+        conversation=conversation,
+        answer=answer,
+        check=check,
+        reference=reference if conversation is not reference else None,
+    )

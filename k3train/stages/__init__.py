@@ -30,9 +30,10 @@ def run_stage(config: RecipeConfig) -> int:
     from k3train.stages.inputs import check_inputs
     from k3train.stages.pretrain import PretrainStage
     from k3train.stages.rl import RLStage
+    from k3train.stages.sft import SftStage
     from k3train.train.loop import run_training
 
-    stages = {"pretrain": PretrainStage, "rl": RLStage}
+    stages = {"pretrain": PretrainStage, "sft": SftStage, "rl": RLStage}
     here = platform.start(config.run.device, config.run.threads_per_rank, config.run.timeout_minutes)
     try:
         check_inputs(config)

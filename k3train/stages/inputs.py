@@ -5,11 +5,13 @@ Imports no torch, so that a wrong path is told at once. The ranks ask again: the
 
 from __future__ import annotations
 
-from k3train.checkpoint import directory
 from k3train.config.schema import RecipeConfig
+from k3train.data.chat.encoder import make_encoder
 from k3train.data.corpus import check_corpus
+from k3train.data.sources import find_sources
 from k3train.data.tokenizer import Tokenizer, load_tokenizer
 from k3train.errors import UserError
+from k3train.stages.start import check_start
 
 
 def check_inputs(config: RecipeConfig) -> None:
@@ -24,11 +26,20 @@ def check_inputs(config: RecipeConfig) -> None:
 
         check_rl_inputs(config, tokenizer)
     else:
-        corpora = [*config.data.train, *(config.data.valid if config.train.eval_samples else [])]
-        for corpus in corpora:
-            check_corpus(corpus.path, tokenizer.vocab_size, tokenizer.sha256, config.train.seq_length)
+        _check_texts(config, tokenizer)
     if config.checkpoint.load is not None:
-        directory.resolve(config.checkpoint.load)
+        check_start(config, tokenizer)
+
+
+def _check_texts(config: RecipeConfig, tokenizer: Tokenizer) -> None:
+    corpora = [*config.data.train, *(config.data.valid if config.train.eval_samples else [])]
+    for corpus in corpora:
+        check_corpus(corpus.path, tokenizer.vocab_size, tokenizer.sha256, config.train.seq_length)
+    if config.stage.name == "sft":
+        make_encoder(config.sft, tokenizer, config.data.tokenizer)
+        find_sources(
+            [*config.sft.train, *(config.sft.valid if config.train.eval_samples else [])], None, config.sft.split
+        )
 
 
 def fitting_tokenizer(config: RecipeConfig) -> Tokenizer:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -12,8 +13,7 @@ import torch.distributed as dist
 
 from k3train.config.schema import RecipeConfig
 from k3train.errors import UserError
-from k3train.model.build import build_chunks, start_model_parallel
-from k3train.optim.build import build_optimizer, build_schedule, wrap_data_parallel
+from k3train.model.build import start_model_parallel
 from k3train.optim.qk_clip import QKClip
 from k3train.optim.schedule import base_rate
 from k3train.parallel.balance import update_router_bias
@@ -21,12 +21,12 @@ from k3train.platform import Platform
 from k3train.telemetry.telemetry import Telemetry
 from k3train.telemetry.timers import PhaseTimers
 from k3train.train import hooks, startup
-from k3train.train.metrics import Throughput, balance_metrics, gather_balance, memory_bytes, paths_taken
+from k3train.train.engine import build_engine
+from k3train.train.metrics import Throughput, balance_metrics, gather_balance, memory_bytes
 from k3train.train.quantization import tell_quantization
 from k3train.train.resume import find_origin
 from k3train.train.signals import StopFlag, exit_code
 from k3train.train.stage import Batch, Stage
-from k3train.train.step import StepRunner
 
 
 def run_training(
@@ -56,23 +56,18 @@ class Trainer:
 
     def __init__(self, config: RecipeConfig, stage: Stage, here: Platform, run_dir: Path, flag: StopFlag) -> None:
         self.config, self.stage, self.here, self.run_dir, self.flag = config, stage, here, run_dir, flag
-        chunks, transformer_config = build_chunks(config, here.device)
-        self.models = wrap_data_parallel(chunks, transformer_config, config.parallel)
-        self.optimizer = build_optimizer(config.optim, self.models, config.parallel, config.train.precision)
-        self.schedule = build_schedule(config.optim, self.optimizer, config.train.steps)
+        self.engine = engine = build_engine(config, stage, here)
+        self.models, self.optimizer, self.schedule = engine.models, engine.optimizer, engine.schedule
+        self.runner, self.paths = engine.runner, engine.paths
         layers = config.model.num_layers + config.model.mtp.num_layers
         self.qk_clip = QKClip(config.optim.qk_clip, self.models, self.optimizer, layers, here.device)
-        built = (self.models, self.optimizer, self.schedule)
-        self.origin = find_origin(config, run_dir, *built, stage.fingerprint)
-        self.state, self.guards = self.origin.state, self.origin.guards  # `guards`: JSON, kept in checkpoints
-        self.runner = StepRunner(self.models, transformer_config, config.train, stage, here.device)
+        self.origin = find_origin(config, run_dir, engine, stage.fingerprint)
+        self.state = replace(self.origin.state)
+        self.guards = self.origin.guards  # JSON, kept in checkpoints
         self.timers = PhaseTimers(here.device)
         self.throughput = Throughput.of(config, here)
-        self.paths = paths_taken(config, here)
         self.telemetry: Telemetry = startup.open_telemetry(config, run_dir, here, self.origin)
-        self.saver = startup.open_saver(
-            config, run_dir, self.telemetry, *built, data=stage.fingerprint, step=self.state.step
-        )
+        self.saver = startup.open_saver(config, run_dir, self.telemetry, engine, stage.fingerprint, self.state.step)
         self.held_out: list[dict[str, float]] = []  # evaluations of this process
         self.flag_raised = 0  # the stop signal that all ranks agreed on after the last step
         hooks.attach(stage, self, self.origin.path)
@@ -82,7 +77,7 @@ class Trainer:
         train = self.config.train
         startup.tell_start(self.telemetry, self.config, self.here, self.models, self.origin, self.paths)
         tell_quantization(self.telemetry, self.config, self.origin.path)
-        startup.tell_optimizer(self.telemetry, self.config, self.models, self.run_dir)
+        startup.tell_optimizer(self.telemetry, self.config, self.engine.rows, self.run_dir)
         status = "failed"
         try:
             if self.state.step == 0:
@@ -122,7 +117,8 @@ class Trainer:
             clipped = self.qk_clip.pool(self.state.step + 1)
             _, grad_norm, _ = self.optimizer.step()
             self.optimizer.zero_grad()
-        self.state.advance(train.global_batch_size, train.seq_length)
+        length = batches[0]["tokens"].shape[1]  # a stage may fill a step with shorter rows
+        self.state.advance(train.global_batch_size, length)
         peak_memory = self._agree()
         metrics = {
             "step": self.state.step,
@@ -131,7 +127,7 @@ class Trainer:
             "grad_norm": None if grad_norm is None else float(grad_norm),
             "lr": base_rate(self.schedule),
             **clipped,
-            **self.throughput.metrics(time.perf_counter() - started),
+            **self.throughput.metrics(time.perf_counter() - started, length / train.seq_length),
             "memory_bytes": peak_memory,
             "pipeline_bytes": self.runner.pipeline_bytes,
             "paths": self.paths,

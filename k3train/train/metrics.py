@@ -92,14 +92,15 @@ class Throughput:
         tokens = train.global_batch_size * train.seq_length
         return Throughput(tokens, per_token * tokens, peak * here.world_size if peak else None)
 
-    def metrics(self, seconds: float) -> dict[str, Any]:
-        """Rates of a step that took `seconds`."""
+    def metrics(self, seconds: float, share: float = 1.0) -> dict[str, Any]:
+        """Rates of a step that took `seconds`, over rows of `share` of the full length."""
+        flops = self.flops_per_step * share
         return {
-            "tokens_per_second": self.tokens_per_step / seconds,
+            "tokens_per_second": self.tokens_per_step * share / seconds,
             "step_time": seconds,
-            "model_flops": self.flops_per_step,
-            "tflops_per_second": self.flops_per_step / seconds / 1e12,
-            "mfu": self.flops_per_step / seconds / self.peak_flops if self.peak_flops else None,
+            "model_flops": flops,
+            "tflops_per_second": flops / seconds / 1e12,
+            "mfu": flops / seconds / self.peak_flops if self.peak_flops else None,
         }
 
 

@@ -6,15 +6,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
-from megatron.core.optimizer import MegatronOptimizer
-from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from k3train.checkpoint import directory, health, manifest, rng, store
 from k3train.checkpoint.state import TrainState
 from k3train.config.schema import RecipeConfig
 from k3train.errors import UserError
+from k3train.train.engine import Engine
 
 
 @dataclass
@@ -42,36 +40,35 @@ class Origin:
 def find_origin(
     config: RecipeConfig,
     run_dir: Path,
-    models: list[torch.nn.Module],
-    optimizer: MegatronOptimizer,
-    schedule: OptimizerParamScheduler,
+    engine: Engine,
     data: str,
 ) -> Origin:
     """Continue the run's newest good checkpoint, or start from `checkpoint.load`'s weights, or from scratch.
 
     Raises:
         UserError: the training data (`data` is their fingerprint) are not those the run began with, a newer version
-            wrote the newest checkpoint, or there are checkpoints and none can be loaded.
+            wrote the newest checkpoint, there are checkpoints and none can be loaded, or `checkpoint.load` is damaged
+            or of another model.
     """
     if config.checkpoint.resume == "auto":
-        origin = _newest_good(config, run_dir / "checkpoints", models, optimizer, schedule, data)
+        origin = _newest_good(config, run_dir / "checkpoints", engine, data)
         if origin is not None:
             return origin
     if config.checkpoint.load is None:
         return Origin()
     source = directory.resolve(config.checkpoint.load)
+    found = _problems(source, config.checkpoint.verify)
+    if found:
+        raise UserError(f"checkpoint.load={source} is damaged: {found[0]}; choose another checkpoint")
     _check_source(config, source)
-    store.load_model(source, models)
-    optimizer.reload_model_params()
+    engine.load_weights(source)
     return Origin(path=source)
 
 
 def _newest_good(
     config: RecipeConfig,
     root: Path,
-    models: list[torch.nn.Module],
-    optimizer: MegatronOptimizer,
-    schedule: OptimizerParamScheduler,
+    engine: Engine,
     data: str,
 ) -> Origin | None:
     bad: list[tuple[Path, str]] = []
@@ -83,7 +80,7 @@ def _newest_good(
         try:
             marker = store.shared_marker(path)
             _check_data(path, marker, data)
-            state, generators = store.load(path, models, optimizer, schedule)
+            state, generators = engine.load(path)
         except directory.DamagedCheckpointError as error:
             bad.append((path, str(error)))
             continue

@@ -15,26 +15,26 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import yaml
-from megatron.core.optimizer import MegatronOptimizer
-from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from k3train.checkpoint import directory, store
 from k3train.checkpoint.saver import Belongings, Saver
 from k3train.config.load import recipe_from_dict
 from k3train.config.schema import RecipeConfig, to_plain
 from k3train.errors import UserError
-from k3train.optim.policy import apply_policy, format_table, optimizer_table
+from k3train.optim.policy import TableRow, format_table
 from k3train.parallel.stages import describe
 from k3train.platform import Platform
 from k3train.telemetry.metrics_log import read_metrics
 from k3train.telemetry.telemetry import Telemetry
 from k3train.telemetry.wandb_sink import WandbSettings
+from k3train.train.engine import Engine
 from k3train.train.resume import Origin
 
 CONFIG_FILE = "config.yaml"
 OPTIMIZER_FILE = "optimizer.txt"
 # What may differ when a run continues: how it is shared out, shown and kept.
 _FREE_KEYS = ("run", "parallel", "telemetry", "checkpoint", "recipe_name", "data.cache_dir", "data.num_workers")
+_FREE_KEYS += ("engine", "deepspeed")
 _FREE_TRAIN_KEYS = ("micro_batch_size", "eval_interval", "eval_samples", "log_expert_load_interval")
 
 
@@ -194,24 +194,13 @@ def open_saver(
     config: RecipeConfig,
     run_dir: Path,
     telemetry: Telemetry,
-    models: list[torch.nn.Module],
-    optimizer: MegatronOptimizer,
-    schedule: OptimizerParamScheduler,
+    engine: Engine,
     data: str,
     step: int,
 ) -> Saver:
     """What writes the run's checkpoints; `step` is that of the one it continues from."""
     belongings = Belongings(resolved(config), telemetry.run_id, data, code_version(), Path(config.data.tokenizer))
-    return Saver(
-        run_dir / "checkpoints",
-        config.checkpoint,
-        models,
-        optimizer,
-        schedule,
-        belongings,
-        telemetry.event,
-        step or -1,
-    )
+    return engine.saver(run_dir / "checkpoints", config.checkpoint, belongings, telemetry.event, step or -1)
 
 
 def tell_start(
@@ -251,10 +240,8 @@ def tell_start(
         )
 
 
-def tell_optimizer(telemetry: Telemetry, config: RecipeConfig, models: list[torch.nn.Module], run_dir: Path) -> None:
+def tell_optimizer(telemetry: Telemetry, config: RecipeConfig, rows: list[TableRow], run_dir: Path) -> None:
     """Say which optimizer trains what, and in which blocks: layers folded here, every parameter in `optimizer.txt`."""
-    chunks = [model.module for model in models]
-    rows = optimizer_table(apply_policy(config.optim, chunks), config.optim.muon.update_scale)
     if dist.get_rank() == 0:
         (run_dir / OPTIMIZER_FILE).write_text(format_table(rows, grouped=False) + "\n", encoding="utf-8")
     if config.optim.name == "muon":

@@ -203,10 +203,10 @@ def main() -> None:
     places = [(place, rank) for place in sys.argv[5].split(",") if place for rank in sorted({0, WORLD - 1})]
     on_first = ("unmarked", "marked", "committed", "pruning")  # only rank 0 gets there
     kills: list[dict[str, Any]] = [{"place": p, "rank": r} for p, r in places if r == 0 or p not in on_first]
-    kills += [{"delay": chance.uniform(0, 0.6), "rank": chance.randrange(WORLD)} for _ in range(moments)]
+    kills += [{"delay": chance.uniform(0, 0.5), "rank": chance.randrange(WORLD)} for _ in range(moments)]
     for kill in kills:
         kill["lag"] = chance.uniform(0, 0.3)
-    steps = 3 * len(kills) + 6
+    steps = 2 * (len(kills) - moments) + 3 * moments + 6
     made = {
         "model__num_layers": 2,
         "model__full_attention_layers": [2],

@@ -28,6 +28,7 @@ LEVELS = {
     "rollout": 5,
     "rl": 5,
     "train": 4,
+    "engine": 3,
     "model": 3,
     "optim": 3,
     "checkpoint": 3,

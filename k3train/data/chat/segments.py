@@ -33,6 +33,10 @@ class Template(Protocol):
         """
         ...
 
+    def identity(self) -> str:
+        """What distinguishes it from other templates: encoded conversations are kept by it."""
+        ...
+
     def special_tokens(self) -> tuple[str, ...]:
         """The special tokens that a tokenizer must have for it."""
         ...

@@ -46,6 +46,9 @@ class K3Template:
     report masks, and messages of weight 0.
     """
 
+    def identity(self) -> str:
+        return "k3"
+
     def special_tokens(self) -> tuple[str, ...]:
         return STRUCTURE
 

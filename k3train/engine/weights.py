@@ -1,0 +1,55 @@
+"""The weights of a committed checkpoint by name, whichever engine wrote it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from megatron.core import parallel_state
+
+from k3train.checkpoint import directory, engines, store
+from k3train.checkpoint.whole import Tensors
+from k3train.config.schema import RecipeConfig
+from k3train.engine import saved
+from k3train.engine.state import shapes_of, stored_buffers
+from k3train.model.build import build_chunks
+from k3train.model.model import K3Model
+
+
+def read_weights(path: Path, model: torch.nn.Module, config: RecipeConfig) -> Iterator[tuple[str, Tensors]]:
+    """Names, and whole `fp32` parameters or `buffer`s, for `state.set_weights`. All ranks take part.
+
+    `model` may be sharded; `config` builds another like it in host memory.
+
+    Raises:
+        UserError: the checkpoint is damaged or belongs to another model.
+    """
+    if engines.engine_of(directory.read_marker(path)) == "deepspeed":
+        yield from saved.open_tensors(path, shapes_of(model)).items()
+        return
+    (plain,), _ = build_chunks(config, "cpu", init=False)
+    store.load_model(path, [plain])
+    for name, parameter in plain.named_parameters():
+        yield name, {"fp32": parameter.detach()}
+    for name, buffer in stored_buffers(plain):
+        yield name, {"buffer": buffer}
+
+
+def fill(model: K3Model, path: Path) -> None:
+    """Load the weights of a checkpoint into a model that is not sharded by ZeRO. All ranks take part.
+
+    Raises:
+        UserError: it is damaged, belongs to another model, or DeepSpeed's engine wrote it and ranks share the model.
+    """
+    sizes = parallel_state.get_tensor_model_parallel_world_size, parallel_state.get_expert_model_parallel_world_size
+    if any(size() > 1 for size in sizes) or engines.engine_of(directory.read_marker(path)) == "megatron":
+        engines.require_engine(path, "megatron")
+        store.load_model(path, [model])
+        return
+    own = dict(model.named_parameters()) | dict(stored_buffers(model))
+    tensors = saved.open_tensors(path, shapes_of(model), all_of_them=False)
+    with torch.no_grad():
+        for name, target in own.items():
+            kinds = tensors[name]
+            target.copy_(next(kinds[kind] for kind in ("fp32", "frozen", "buffer") if kind in kinds))

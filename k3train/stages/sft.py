@@ -1,0 +1,68 @@
+"""Supervised fine-tuning: the cross-entropy of what assistants write in conversations."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from k3train.config.schema import RecipeConfig
+from k3train.data.chat.dataset import ChatRows
+from k3train.data.chat.encoder import make_encoder
+from k3train.data.chat.store import encoded_set
+from k3train.data.chat.usable import describe_counts
+from k3train.model.model import TokenLosses
+from k3train.stages.inputs import fitting_tokenizer
+from k3train.stages.pretrain import PretrainStage
+
+# Held-out rows do not follow the run's seed: runs that differ in it are judged on the same ones.
+_VALIDATION_SEED = 1234
+
+
+class SftStage(PretrainStage):
+    """Rows of conversations, and pretraining's loss over their trained tokens.
+
+    The loss of a step is the sum over all trained tokens of the global batch divided by their number: a token counts
+    the same in whatever row, micro-batch or rank it lies.
+    """
+
+    def __init__(self, config: RecipeConfig) -> None:
+        """Encode the conversations, or find them encoded. Every rank calls this once the process groups stand.
+
+        Raises:
+            UserError: conversations, tokenizer or template are not usable.
+        """
+        self.config, self.bytes_per_token, self._held_out = config, None, None
+        train, sft = config.train, config.sft
+        tokenizer = fitting_tokenizer(config)
+        encoder = make_encoder(sft, tokenizer, config.data.tokenizer)
+        cache = Path(config.data.cache_dir or Path(config.run.dir) / "sft_cache")
+        multiple = math.lcm(config.parallel.tensor * config.parallel.context, 16)
+
+        def rows(inputs: list[str], name: str, samples: int, batch: int, seed: int) -> ChatRows:
+            encoded = encoded_set(inputs, sft, encoder, train.seq_length, cache, name)
+            made = ChatRows(encoded, train.seq_length, batch, sft.batching, seed, samples, tokenizer.pad, multiple)
+            self._tell(made, describe_counts(encoded.counts, f"sft.{name}"), samples)
+            return made
+
+        samples = train.steps * train.global_batch_size
+        self._train_set = rows(sft.train, "train", samples, train.global_batch_size, train.seed)
+        self._valid_set = None
+        if train.eval_samples:
+            self._valid_set = rows(sft.valid, "valid", train.eval_samples, train.eval_samples, _VALIDATION_SEED)
+
+    def _tell(self, rows: ChatRows, text: str, samples: int) -> None:
+        if dist.get_rank() != 0 or not self.config.telemetry.console:
+            return
+        if self.config.sft.batching == "packed":
+            text += f"; packed into {rows.rows_per_epoch} rows, {rows.fill():.1%} full"
+        print(f"{text}; {samples / rows.rows_per_epoch:.2f} epochs", flush=True)
+
+    def loss(self, losses: TokenLosses) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
+        """Cross-entropy summed over the trained tokens; also reports their share of all positions."""
+        total, tokens, report = super().loss(losses)
+        mask = losses.loss_mask
+        positions = torch.tensor(float(mask.numel()), device=mask.device)
+        return total, tokens, {**report, "trained_fraction": torch.stack([mask.sum(), positions])}

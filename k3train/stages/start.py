@@ -1,0 +1,90 @@
+"""Whether the weights that `checkpoint.load` names fit the recipe, asked before any rank starts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from k3train.checkpoint import directory
+from k3train.config.explain import as_override
+from k3train.config.load import recipe_from_dict
+from k3train.config.rules import value_at
+from k3train.config.schema import RecipeConfig
+from k3train.data.chat.xtml import STRUCTURE
+from k3train.data.tokenizer import Tokenizer, load_tokenizer
+from k3train.errors import UserError
+
+# The keys that decide which weights there are and of what shape.
+_SHAPES = (
+    "num_layers",
+    "hidden_size",
+    "vocab_size",
+    "ffn_hidden_size",
+    "full_attention_layers",
+    "tie_word_embeddings",
+    "kda.num_heads",
+    "kda.head_dim",
+    "kda.conv_size",
+    "kda.output_gate",
+    "mla.num_heads",
+    "mla.q_lora_rank",
+    "mla.kv_lora_rank",
+    "mla.qk_nope_head_dim",
+    "mla.qk_rope_head_dim",
+    "mla.v_head_dim",
+    "mla.output_gate",
+    "attention_residual.enabled",
+    "moe.num_experts",
+    "moe.latent_size",
+    "moe.latent_norm",
+    "moe.expert_hidden_size",
+    "moe.num_shared_experts",
+    "moe.first_dense_layers",
+)
+
+
+def check_start(config: RecipeConfig, tokenizer: Tokenizer) -> None:
+    """Check that `checkpoint.load` is a checkpoint of such a model, trained with such a tokenizer.
+
+    Raises:
+        UserError: it is none, of another model, or its token ids stand for other texts.
+    """
+    given = Path(config.checkpoint.load)
+    if (given / "config.json").is_file() and not (given / directory.MARKER).is_file():
+        raise UserError(
+            f"checkpoint.load={given} is a Hugging Face folder; make a checkpoint of it first: k3train import"
+            f" --hf {given} --out CKPT, and try checkpoint.load=CKPT"
+        )
+    path = directory.resolve(given)
+    saved = recipe_from_dict(directory.read_marker(path)["config"])
+    for key in _SHAPES:
+        was, now = value_at(saved.model, key), value_at(config.model, key)
+        if was != now:
+            raise UserError(
+                f"checkpoint.load={given} is of another model: model.{key} is {as_override(was)} there and"
+                f" {as_override(now)} here; allowed: weights of the same shapes; try model={saved.model.name} or"
+                f" model.{key}={as_override(was)}"
+            )
+    if config.model.mtp.num_layers > saved.model.mtp.num_layers:
+        raise UserError(
+            f"checkpoint.load={given} has model.mtp.num_layers={saved.model.mtp.num_layers} and the recipe asks for"
+            f" {config.model.mtp.num_layers}; try model.mtp.num_layers={saved.model.mtp.num_layers}"
+        )
+    if (path / directory.TOKENIZER).is_dir():
+        _check_tokenizer(config, tokenizer, load_tokenizer(path / directory.TOKENIZER))
+
+
+def _check_tokenizer(config: RecipeConfig, now: Tokenizer, was: Tokenizer) -> None:
+    """Refuse ids that the weights learned as other texts; structural tokens may be new."""
+    if now.sha256 == was.sha256:
+        return
+    structure = {tokenizer.special_id(name) for tokenizer in (now, was) for name in STRUCTURE}
+    shared = [i for i in range(min(now.vocab_size, was.vocab_size)) if i not in structure]
+    other = [index for index in shared if now.token_bytes(index) != was.token_bytes(index)]
+    if other:
+        first = other[0]
+        raise UserError(
+            f"data.tokenizer={config.data.tokenizer} is not the tokenizer of checkpoint.load={config.checkpoint.load}:"
+            f" {len(other)} of its {len(shared)} ids stand for other texts, such as {first} for"
+            f" {was.decode([first])!r} there and {now.decode([first])!r} here; use the tokenizer saved in the"
+            " checkpoint, with structural tokens added by tools/add_chat_tokens.py"
+        )

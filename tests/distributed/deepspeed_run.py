@@ -1,0 +1,133 @@
+"""What tests of the DeepSpeed engine run on pool ranks, which may have served other process groups before."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from small_run import train
+
+
+def forget_groups() -> None:
+    """DeepSpeed keeps process groups for the life of a process; a pool rank gets new ones with every call."""
+    if "deepspeed" in sys.modules:
+        from deepspeed import comm
+        from deepspeed.utils import groups
+
+        comm.comm.cdb = None
+        groups._WORLD_GROUP = None
+
+
+def train_deepspeed(rank: int, world_size: int, recipe: dict[str, Any], signal_at: int = 0) -> tuple[int | str, dict]:
+    """`small_run.train`; under ZeRO-3 the parameters returned are empty, the router biases whole."""
+    forget_groups()
+    return train(rank, world_size, recipe, signal_at)
+
+
+def convert(rank: int, world_size: int, source: Path, root: Path) -> Path:
+    """`k3train convert` within a process group that stands already."""
+    from k3train.engine import convert
+
+    return convert.convert(source, root)
+
+
+def saved_again(rank: int, world_size: int, recipe: dict[str, Any], source: Path, root: Path) -> Path:
+    """Load a checkpoint into the DeepSpeed engine of `recipe`, and save it again from there."""
+    from k3train.checkpoint import directory
+    from k3train.checkpoint.saver import Belongings
+    from k3train.config.load import recipe_from_dict
+    from k3train.model.build import start_model_parallel
+    from k3train.platform import Platform
+    from k3train.train.deepspeed import DeepSpeedEngine
+
+    class NoStage:
+        @staticmethod
+        def loss(losses: object) -> None:
+            raise AssertionError("nothing is trained here")
+
+    forget_groups()
+    config = recipe_from_dict(recipe)
+    start_model_parallel(config.parallel)
+    engine = DeepSpeedEngine(config, NoStage(), Platform("cpu", torch.device("cpu"), "gloo", rank, rank, world_size))
+    state, _ = engine.load(source)
+    belongings = Belongings(recipe, None, None, "", None)
+    engine.saver(root, config.checkpoint, belongings, lambda *args, **fields: None, -1).save(state, {}, last=True)
+    return directory.directory_of(root, state.step)
+
+
+def discarded(rank: int, world_size: int, recipe: dict[str, Any]) -> tuple[list[float], list[str]]:
+    """A step that is prepared and discarded, then one with the same data that is done, then a second one.
+
+    Returns the norms as prepared, of the step that was done and of the one after it (prepared, done), and the names of
+    tensors that the discarded step changed.
+    """
+    from k3train.config.load import recipe_from_dict
+    from k3train.engine.state import whole_tensors
+    from k3train.model.build import start_model_parallel
+    from k3train.platform import Platform
+    from k3train.stages.pretrain import PretrainStage
+    from k3train.train.deepspeed import DeepSpeedEngine
+
+    forget_groups()
+    config = recipe_from_dict(recipe)
+    start_model_parallel(config.parallel)
+    stage = PretrainStage(config)
+    engine = DeepSpeedEngine(config, stage, Platform("cpu", torch.device("cpu"), "gloo", rank, rank, world_size))
+    first, second = (next(stage.training_steps(seen)) for seen in (0, config.train.global_batch_size))
+
+    def kept() -> dict[str, torch.Tensor]:
+        whole = whole_tensors(engine.parts)
+        return {f"{kind} of {name}": tensor.clone() for name, kinds in whole for kind, tensor in kinds.items()}
+
+    norms: list[float] = []
+    engine.schedule.step(increment=1)
+    engine.runner.forward_backward(first)
+    engine.optimizer.step()
+    before = kept()
+    engine.runner.forward_backward(second)
+    norms.append(engine.optimizer.prepare())
+    engine.optimizer.discard()
+    after = kept()
+    for _ in range(2):
+        engine.runner.forward_backward(second)
+        norms += [engine.optimizer.prepare(), engine.optimizer.step()[1]]
+    return norms, [name for name, tensor in before.items() if not torch.equal(tensor, after[name])]
+
+
+def frozen_log_probs(
+    rank: int, world_size: int, checkpoint: Path, tokens: torch.Tensor, documents: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, int]:
+    """Of this rank's rows: under a sharded frozen model, under the plain one, and how much the rank keeps of it.
+
+    Rank 0 has all rows but two, the last rank those.
+    """
+    from k3train.checkpoint import directory, store
+    from k3train.config.deepspeed import DeepSpeedConfig
+    from k3train.config.load import recipe_from_dict
+    from k3train.config.schema import ParallelConfig
+    from k3train.engine.frozen import FrozenModel
+    from k3train.model.build import build_chunks, start_model_parallel
+    from k3train.model.packing import Packing
+    from k3train.platform import Platform
+
+    forget_groups()
+    start_model_parallel(ParallelConfig())
+    here = Platform("cpu", torch.device("cpu"), "gloo", rank, rank, world_size)
+    settings = DeepSpeedConfig(offload_parameters=True, persistence_threshold=0)
+    frozen = FrozenModel(checkpoint, here, settings)
+    rows = slice(0, -2) if rank == 0 else slice(-2, None)
+    tokens, documents = tokens[rows], documents[rows]
+    scored = frozen.log_probs(tokens, documents, rows_at_a_time=2)
+    held = sum(parameter.numel() for parameter in frozen.engine.module.parameters())
+
+    path = directory.resolve(checkpoint)
+    config = recipe_from_dict(directory.read_marker(path)["config"])
+    config.model.mtp.num_layers = 0
+    (plain,), _ = build_chunks(config, "cpu", init=False)
+    store.load_model(path, [plain.eval()])
+    with torch.no_grad():
+        logits = plain(tokens, Packing(documents))
+    expected = logits[:, :-1].log_softmax(-1).gather(2, tokens[:, 1:, None]).squeeze(2)
+    return scored, expected, held

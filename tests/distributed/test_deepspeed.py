@@ -1,0 +1,203 @@
+"""The DeepSpeed engine against Megatron-Core's: the same curves, checkpoints that convert, frozen models."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from deepspeed_run import convert, discarded, frozen_log_probs, saved_again, train_deepspeed
+from small_run import lines, make_corpus, small_recipe, train
+
+pytest.importorskip("deepspeed", reason="deepspeed is not installed: pip install -e '.[deepspeed]'")
+
+CLOSE = 1e-5
+SHARDED = {"zero_stage": 3, "offload_optimizer": True, "offload_parameters": True, "persistence_threshold": 0}
+ENGINES: dict[str, dict[str, Any]] = {
+    "zero1": {"deepspeed": {"zero_stage": 1}, "parallel__recompute": "full"},
+    "zero1_offload": {"deepspeed": {"zero_stage": 1, "offload_optimizer": True}},
+    "zero2": {"deepspeed": {"zero_stage": 2}},
+    "zero2_offload": {"deepspeed": {"zero_stage": 2, "offload_optimizer": True}},
+    "zero3": {"deepspeed": {"zero_stage": 3, "persistence_threshold": 40}, "parallel__recompute": "full"},
+    "zero3_offload": {"deepspeed": SHARDED},
+}
+FULL = ("zero1_offload", "zero2", "zero3_offload")  # over 20 steps; the others over 6
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_corpus(tmp_path_factory.mktemp("corpus"))
+
+
+def recipe(corpus: Path, run_dir: Path, steps: int, **changes: Any) -> dict[str, Any]:
+    """With multi-token prediction, which uses the embedding and the head twice."""
+    common = {"train__steps": steps, "train__eval_interval": 3, "model__mtp__num_layers": 1}
+    return small_recipe(corpus, run_dir, **common, **changes)
+
+
+@pytest.fixture(scope="module")
+def megatron(pool: Any, corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[int, tuple[Path, dict]]:
+    """Runs of Megatron-Core's engine on two ranks, by steps: directory and final state."""
+    runs = {}
+    for steps in (6, 20):
+        run_dir = tmp_path_factory.mktemp(f"megatron{steps}")
+        results = pool.run(train, 2, recipe(corpus, run_dir, steps))
+        assert [code for code, _ in results] == [0, 0]
+        runs[steps] = run_dir, results[0][1]
+    return runs
+
+
+def agree(run_dir: Path, reference: Path, of: str = "engine") -> None:
+    """Every step of a run has the numbers that this step has in the reference."""
+    wanted = {line["step"]: line for line in lines(reference, "train")}
+    found = lines(run_dir, "train")
+    assert found
+    assert found[-1]["step"] == max(wanted)
+    for line in found:
+        other = wanted[line["step"]]
+        for name in ("loss", "mtp_loss", "grad_norm"):
+            assert line[name] == pytest.approx(other[name], abs=CLOSE), f"{name} of step {line['step']} of {of}"
+        assert (line["lr"], line["tokens"]) == (other["lr"], other["tokens"])
+        for layer, spread in other["balance"]["bias_spread"].items():
+            assert line["balance"]["bias_spread"][layer] == pytest.approx(spread, abs=CLOSE)
+    for ours, theirs in zip(lines(run_dir, "eval")[-2:], lines(reference, "eval")[-2:]):
+        assert (ours["step"], ours["loss"]) == (theirs["step"], pytest.approx(theirs["loss"], abs=CLOSE))
+
+
+@pytest.mark.parametrize("name", ENGINES)
+def test_zero_trains_as_megatron_does(
+    pool: Any, corpus: Path, megatron: dict[int, tuple[Path, dict]], tmp_path: Path, name: str
+) -> None:
+    """Losses, gradient norms, router biases and, from its checkpoint, every parameter at the end."""
+    from k3train.checkpoint.whole import SavedTensors
+
+    steps = 20 if name in FULL else 6
+    reference, parameters = megatron[steps]
+    changes = {"engine": "deepspeed", **ENGINES[name]}
+    results = pool.run(train_deepspeed, 2, recipe(corpus, tmp_path, steps, **changes))
+    assert [code for code, _ in results] == [0, 0]
+    agree(tmp_path, reference, name)
+    paths = lines(tmp_path, "train")[-1]["paths"]
+    assert paths["engine"].startswith("deepspeed ")
+    assert f"ZeRO-{changes['deepspeed']['zero_stage']}" in paths["engine"]
+    assert ("optimizer" in paths["engine"]) == ("offload" in name)
+    assert lines(reference, "train")[-1]["paths"]["engine"] == "megatron"
+    if name == "zero3_offload":
+        held = [t.numel() for n, t in results[0][1].items() if n.endswith("weight")]
+        assert held
+        assert not any(held), "parameters are not sharded between their uses"
+    saved = SavedTensors(tmp_path / "checkpoints" / f"step_{steps:08d}", 2)
+    assert saved.keys() == parameters.keys()
+    for key, wanted in parameters.items():
+        kinds = saved[key]
+        found = next(kinds[kind] for kind in ("fp32", "frozen", "buffer") if kind in kinds)
+        assert (found - wanted).abs().max() < CLOSE, f"{key} of {name}"
+
+
+@pytest.fixture(scope="module")
+def halves(pool: Any, corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, dict[str, Any]]]:
+    """Runs of six steps that a signal ended after three, by engine: directory and recipe."""
+    runs = {}
+    for engine, changes in (("megatron", {}), ("deepspeed", {"deepspeed": {"zero_stage": 2}})):
+        run_dir = tmp_path_factory.mktemp(f"half-{engine}")
+        plain = recipe(corpus, run_dir, 6, engine=engine, **changes)
+        assert [code for code, _ in pool.run(train_deepspeed, 2, plain, 3)] == [128 + 15] * 2
+        runs[engine] = run_dir, plain
+    return runs
+
+
+def continue_in(run_dir: Path, plain: dict[str, Any], **changes: Any) -> dict[str, Any]:
+    return {**plain, "run": {**plain["run"], "dir": str(run_dir)}, **changes}
+
+
+def test_a_checkpoint_of_megatron_is_continued_by_deepspeed(
+    pool: Any, megatron: dict, halves: dict, tmp_path: Path
+) -> None:
+    run_dir, plain = halves["megatron"]
+    source = run_dir / "checkpoints" / "step_00000003"
+    ahead = continue_in(run_dir, plain, engine="deepspeed", deepspeed=SHARDED)
+    ((told, _),) = pool.run(train_deepspeed, 1, ahead)
+    assert told.startswith(f"{source} was written by engine=megatron")
+    assert "`k3train convert" in told
+    pool.run(convert, 1, source, tmp_path / "checkpoints")
+    results = pool.run(train_deepspeed, 2, continue_in(tmp_path, plain, engine="deepspeed", deepspeed=SHARDED))
+    assert [code for code, _ in results] == [0, 0]
+    assert lines(tmp_path, "train")[0]["step"] == 4
+    agree(tmp_path, megatron[6][0])
+
+
+def test_a_checkpoint_of_deepspeed_is_continued_by_megatron(
+    pool: Any, megatron: dict, halves: dict, tmp_path: Path
+) -> None:
+    run_dir, plain = halves["deepspeed"]
+    source = run_dir / "checkpoints" / "step_00000003"
+    ((told, _),) = pool.run(train, 1, continue_in(run_dir, plain, engine="megatron", deepspeed={}))
+    assert told.startswith(f"{source} was written by engine=deepspeed")
+    pool.run(convert, 1, source, tmp_path / "checkpoints")
+    results = pool.run(train, 2, continue_in(tmp_path, plain, engine="megatron", deepspeed={}))
+    assert [code for code, _ in results] == [0, 0]
+    agree(tmp_path, megatron[6][0])
+
+
+@pytest.mark.parametrize("settings", [{"zero_stage": 1}, {"zero_stage": 2, "offload_optimizer": True}, SHARDED])
+def test_three_ranks_of_another_stage_hold_the_same_bits(
+    pool: Any, halves: dict, tmp_path: Path, settings: dict[str, Any]
+) -> None:
+    """Loaded and saved again, on ranks that do not divide the parameters: moments, weights, biases, counters."""
+    from k3train.checkpoint import directory
+    from k3train.checkpoint.whole import SavedTensors
+
+    run_dir, plain = halves["deepspeed"]
+    source = run_dir / "checkpoints" / "step_00000003"
+    plain = {**plain, "train": {**plain["train"], "global_batch_size": 3}, "deepspeed": settings}
+    again = pool.run(saved_again, 3, plain, source, tmp_path)[0]
+    before, after = directory.read_marker(source), directory.read_marker(again)
+    assert after["state"] == before["state"]
+    assert after["engine"] == {**before["engine"], "files": 3}
+    old, new = SavedTensors(source, 2), SavedTensors(again, 3)
+    assert set(old) == set(new)
+    for name in old:
+        assert old[name].keys() == new[name].keys()
+        for kind, tensor in old[name].items():
+            assert torch.equal(tensor, new[name][kind]), f"{kind} of {name}"
+
+
+@pytest.mark.parametrize("name", ["zero1_offload", "zero2", "zero3", "zero3_offload"])
+def test_a_step_can_be_looked_at_and_discarded(pool: Any, corpus: Path, tmp_path: Path, name: str) -> None:
+    """The norm is known before the update; a discarded step changes nothing, and the next is as if it never was."""
+    plain = recipe(corpus, tmp_path, 6, engine="deepspeed", **ENGINES[name])
+    results = pool.run(discarded, 2, plain)
+    for norms, changed in results:
+        assert changed == []
+        first, again, done, prepared, later = norms
+        assert first == pytest.approx(again, rel=1e-6)
+        assert again == pytest.approx(done, rel=1e-6)
+        assert prepared == pytest.approx(later, rel=1e-6)
+        assert abs(later - done) > 1e-3, "the step that was done changed nothing"
+    assert results[0] == results[1]
+
+
+@pytest.mark.parametrize("engine", ["megatron", "deepspeed"])
+def test_the_weights_of_either_engine_start_a_run(
+    pool: Any, corpus: Path, halves: dict, tmp_path: Path, engine: str
+) -> None:
+    """Both halves hold the same weights, so both runs begin with the same held-out loss; that of step 3."""
+    run_dir, _ = halves[engine]
+    changes = {"engine": "deepspeed", "deepspeed": SHARDED, "checkpoint__load": str(run_dir)}
+    results = pool.run(train_deepspeed, 2, recipe(corpus, tmp_path, 1, **changes))
+    assert [code for code, _ in results] == [0, 0]
+    at_three = next(line["loss"] for line in lines(run_dir, "eval") if line["step"] == 3)
+    assert lines(tmp_path, "eval")[0]["loss"] == pytest.approx(at_three, abs=CLOSE)
+
+
+def test_a_frozen_model_scores_as_the_plain_one(pool: Any, halves: dict) -> None:
+    """Rows of several documents, more passes on one rank than on the other, parameters sharded and in host memory."""
+    run_dir, _ = halves["megatron"]
+    tokens = torch.randint(0, 304, (7, 24), generator=torch.Generator().manual_seed(3))
+    documents = (torch.arange(24) // 9).expand(7, -1).contiguous()
+    results = pool.run(frozen_log_probs, 2, run_dir, tokens, documents)
+    for (scored, expected, held), rows in zip(results, (5, 2)):
+        assert scored.shape == expected.shape == (rows, 23)
+        torch.testing.assert_close(scored, expected, atol=CLOSE, rtol=0)
+        assert held == 0, "parameters are not sharded between their uses"

@@ -1,0 +1,187 @@
+"""Fine-tuning runs: interrupted equals uninterrupted, a token counts the same wherever it lies, weights are checked."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from small_run import lines, make_corpus, small_recipe, train
+
+SEQ = 128
+
+
+def fine_tune(rank: int, world_size: int, recipe: dict[str, Any], signal_at: int = 0) -> tuple[int | str, dict]:
+    """As `small_run.train`, with the stage of conversations."""
+    from k3train.config.load import recipe_from_dict
+    from k3train.errors import UserError
+    from k3train.platform import Platform
+    from k3train.stages.inputs import check_inputs
+    from k3train.stages.sft import SftStage
+    from k3train.train import loop
+
+    class Interrupted(SftStage):
+        def training_steps(self, consumed_samples: int) -> Iterator[list[dict]]:
+            for number, batches in enumerate(super().training_steps(consumed_samples), start=1):
+                if number == signal_at and rank == world_size - 1:
+                    os.kill(os.getpid(), signal.SIGTERM)
+                yield batches
+
+    kept: dict[str, torch.Tensor] = {}
+
+    class Kept(loop.Trainer):
+        def run(self) -> int:
+            code = super().run()
+            for model in self.models:
+                kept.update({n: t.detach().clone() for n, t in model.module.state_dict().items() if t is not None})
+            return code
+
+    here = Platform("cpu", torch.device("cpu"), "gloo", rank, rank, world_size)
+    config = recipe_from_dict(recipe)
+    try:
+        check_inputs(config)
+        return loop.run_training(config, Interrupted, here, trainer=Kept), kept
+    except UserError as error:
+        return str(error), kept
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A corpus's tokenizer with chat tokens, and conversations of very different lengths."""
+    from k3train.data.chat.tokens import save_chat_tokenizer, with_chat_tokens
+    from k3train.data.tokenizer import load_tokenizer
+
+    made = tmp_path_factory.mktemp("sft")
+    corpus = make_corpus(made)
+    save_chat_tokenizer(with_chat_tokens(load_tokenizer(corpus)), made / "chat")
+    chance = random.Random(2)
+    rows = [
+        {
+            "messages": [
+                {"role": "user", "content": "kan " * chance.randint(1, 12)},
+                {"role": "assistant", "content": "mol " * chance.choice([1, 1, 2, 14])},
+            ],
+            "thinking": False,
+        }
+        for _ in range(40)
+    ]
+    for name, part in (("train", rows[:34]), ("valid", rows[34:])):
+        (made / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in part))
+    return made
+
+
+def chat_recipe(folder: Path, run_dir: Path, **changes: Any) -> dict[str, Any]:
+    recipe = small_recipe(folder / "corpus", run_dir, **{"train__seq_length": SEQ, **changes})
+    recipe["stage"] = {"name": "sft"}
+    recipe["data"] = {"tokenizer": str(folder / "chat")}
+    sft = {"train": [str(folder / "train.jsonl")], "valid": [str(folder / "valid.jsonl")]}
+    recipe["sft"] = {**sft, **recipe.get("sft", {})}
+    return recipe
+
+
+@pytest.fixture(scope="module")
+def clean(pool: Any, folder: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict]:
+    run_dir = tmp_path_factory.mktemp("clean")
+    ((code, parameters),) = pool.run(fine_tune, 1, chat_recipe(folder, run_dir))
+    assert code == 0, code
+    return run_dir, parameters
+
+
+def test_an_interrupted_run_continues_bit_for_bit(
+    pool: Any, folder: Path, clean: tuple[Path, dict], tmp_path: Path
+) -> None:
+    run_dir, parameters = clean
+    recipe = chat_recipe(folder, tmp_path)
+    ((code, _),) = pool.run(fine_tune, 1, recipe, 2)
+    assert code == 128 + 15
+    ((code, resumed),) = pool.run(fine_tune, 1, recipe)
+    assert code == 0
+    assert lines(tmp_path, "train") == lines(run_dir, "train")
+    assert lines(tmp_path, "eval") == lines(run_dir, "eval")
+    assert all(torch.equal(resumed[name], parameters[name]) for name in parameters)
+    held_out = [line["loss"] for line in lines(run_dir, "eval")]
+    assert held_out[-1] < held_out[0]
+
+
+LAYOUTS = {
+    "dp2": (2, {}),
+    "one rank, two rows a micro-batch": (1, {"train__micro_batch_size": 2}),
+    "cp2": (2, {"parallel__context": 2}),
+    "pp2_ep2": (4, {"parallel__pipeline": 2, "parallel__expert": 2}),
+}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_a_token_counts_the_same_wherever_it_lies(
+    pool: Any, folder: Path, clean: tuple[Path, dict], tmp_path: Path, name: str
+) -> None:
+    """Rows differ in how many of their tokens are trained on; loss and gradients are those of one rank all the same."""
+    world_size, changes = LAYOUTS[name]
+    results = pool.run(fine_tune, world_size, chat_recipe(folder, tmp_path, **changes))
+    assert [code for code, _ in results] == [0] * world_size, results[0][0]
+    ours, one_rank = lines(tmp_path, "train"), lines(clean[0], "train")
+    assert len(ours) == len(one_rank) == 6
+    for a, b in zip(ours, one_rank, strict=True):
+        assert a["loss"] == pytest.approx(b["loss"], rel=1e-5)
+        assert a["grad_norm"] == pytest.approx(b["grad_norm"], rel=1e-4)
+        assert a["trained_fraction"] == pytest.approx(b["trained_fraction"])
+        assert 0 < a["trained_fraction"] < 1
+    assert lines(tmp_path, "eval")[-1]["loss"] == pytest.approx(lines(clean[0], "eval")[-1]["loss"], rel=1e-5)
+
+
+def test_grouped_rows_train_in_a_pipeline_as_on_one_rank(pool: Any, folder: Path, tmp_path: Path) -> None:
+    """Steps of rows of other lengths; tokens are counted as they are."""
+    changes = {"sft__batching": "grouped", "train__steps": 3}
+    ((code, _),) = pool.run(fine_tune, 1, chat_recipe(folder, tmp_path / "one", **changes))
+    assert code == 0, code
+    recipe = chat_recipe(folder, tmp_path / "two", parallel__pipeline=2, **changes)
+    assert {code for code, _ in pool.run(fine_tune, 2, recipe)} == {0}
+    one, two = lines(tmp_path / "one", "train"), lines(tmp_path / "two", "train")
+    for a, b in zip(one, two, strict=True):
+        assert a["loss"] == pytest.approx(b["loss"], rel=1e-5)
+        assert a["grad_norm"] == pytest.approx(b["grad_norm"], rel=1e-4)
+        assert a["tokens"] == b["tokens"]
+    grown = [b["tokens"] - a["tokens"] for a, b in zip([{"tokens": 0}, *one], one, strict=False)]
+    assert len(set(grown)) > 1
+    assert max(grown) < 4 * SEQ
+
+
+def test_starting_weights_are_loaded_and_checked(pool: Any, folder: Path, tmp_path: Path) -> None:
+    """A pretrained run's weights begin the run; other models, tokenizers and Hugging Face folders are told."""
+    base = tmp_path / "base"
+    pretrain = small_recipe(folder / "corpus", base, train__steps=1, train__eval_samples=0)
+    ((code, weights),) = pool.run(train, 1, pretrain)
+    assert code == 0
+    changes = {"checkpoint__load": str(base), "optim__lr": 1e-12, "optim__min_lr": 1e-12, "train__steps": 1}
+    ((code, tuned),) = pool.run(fine_tune, 1, chat_recipe(folder, tmp_path / "tuned", **changes))
+    assert code == 0
+    for name in weights:
+        torch.testing.assert_close(tuned[name], weights[name], rtol=0, atol=1e-6, msg=name)
+
+    def told(**more: Any) -> str:
+        ((said, _),) = pool.run(fine_tune, 1, chat_recipe(folder, tmp_path / "refused", **changes, **more))
+        return said
+
+    assert "is of another model: model.moe.num_experts is 8 there and 4 here" in told(model__moe__num_experts=4)
+    from k3train.data.chat.tokens import save_chat_tokenizer, with_chat_tokens
+    from k3train.data.tokenizer import train_tokenizer
+
+    save_chat_tokenizer(
+        with_chat_tokens(train_tokenizer(["other words entirely " * 50 + "abcdefgh" * 9], 280)), tmp_path
+    )
+    recipe = chat_recipe(folder, tmp_path / "refused", **changes)
+    recipe["data"]["tokenizer"] = str(tmp_path)
+    ((said, _),) = pool.run(fine_tune, 1, recipe)
+    assert "is not the tokenizer of checkpoint.load" in said
+    hf = tmp_path / "hf"
+    hf.mkdir()
+    (hf / "config.json").write_text("{}")
+    changes["checkpoint__load"] = str(hf)
+    assert f"k3train import --hf {hf}" in told()
+    assert not (tmp_path / "refused").exists()

@@ -1,0 +1,179 @@
+"""k3train eval: answers judged, pass@k, perplexity, and what the command line writes and refuses."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from saved_weights import make_tokenizer, recipe, save_weights
+
+from k3train import cli
+from k3train.data.chat.tokens import ChatEncoder, save_chat_tokenizer, with_chat_tokens
+from k3train.data.chat.xtml import K3Template
+from k3train.data.tokenizer import load_tokenizer
+from k3train.rollout.evaluate import answer_tasks, pass_at_k, summarize
+from k3train.rollout.families import draw_tasks
+from k3train.rollout.generate import Request, Sampled
+from k3train.rollout.sampling import SamplingConfig
+from k3train.rollout.tasks import read_tasks
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A chat tokenizer, and tasks of two families at three efforts."""
+    made = tmp_path_factory.mktemp("eval")
+    plain = load_tokenizer(make_tokenizer(made / "plain"))
+    save_chat_tokenizer(with_chat_tokens(plain), made / "chat")
+    tasks = draw_tasks(12, True, 0, ("add", "pick"))
+    (made / "tasks.jsonl").write_text("".join(json.dumps(task) + "\n" for task in tasks))
+    return made
+
+
+@pytest.fixture(scope="module")
+def checkpoint(folder: Path, _cpu_rank: None) -> Path:
+    from k3train.config.schema import ParallelConfig
+    from k3train.model.build import build_chunks, start_model_parallel
+
+    start_model_parallel(ParallelConfig())
+    (built,), _ = build_chunks(recipe())
+    return save_weights(folder / "weights", recipe(), [built], folder / "chat" / "tokenizer.json")
+
+
+class Scripted:
+    """Stands in for the generator: says what it is told for each prompt and sample."""
+
+    def __init__(self, script: dict[tuple[tuple[int, ...], int], list[int]]) -> None:
+        self.script, self.requests = script, []
+
+    def submit(self, request: Request) -> int:
+        self.requests.append(request)
+        return len(self.requests) - 1
+
+    def run(self) -> Iterator[Sampled]:
+        """Samples interleaved, as in a batch."""
+        texts = {
+            (number, sample): self.script[request.prompt, sample]
+            for number, request in enumerate(self.requests)
+            for sample in range(request.samples)
+        }
+        for place in range(max(map(len, texts.values()))):
+            for (number, sample), tokens in texts.items():
+                if place < len(tokens):
+                    yield Sampled(number, sample, tokens[place], 0.0, 0.0)
+
+
+def test_answers_are_judged_by_their_response_and_form(folder: Path) -> None:
+    """Of three answers to each task: the reference, the reference cut before its end, and another task's answer."""
+    encoder = ChatEncoder(load_tokenizer(folder / "chat"), K3Template())
+    tasks = read_tasks(folder / "tasks.jsonl")
+    references = []
+    for task in tasks:
+        prompt = tuple(encoder.prompt(task.conversation))
+        references.append((prompt, encoder.encode(task.reference).ids.tolist()[len(prompt) :]))
+    script = {}
+    for place, (prompt, tokens) in enumerate(references):
+        script |= {(prompt, 0): tokens, (prompt, 1): tokens[:-1], (prompt, 2): references[place - 2][1]}
+    answers = answer_tasks(Scripted(script), encoder, tasks, SamplingConfig(), frozenset(), samples=3)
+    assert [(a.task, a.sample) for a in answers] == [(t.id, s) for t in tasks for s in range(3)]
+    for task, (first, cut, other) in zip(tasks, itertools.batched(answers, 3), strict=True):
+        assert (first.right, first.complete, first.response) == (True, True, task.answer)
+        assert first.thinking == task.reference.messages[-1]["reasoning"]
+        assert (cut.right, cut.complete) == (False, False)
+        assert (other.right, other.complete) == (other.response == task.answer, True)
+    figures = summarize(answers, [1, 3])
+    rights = sum(answer.right for answer in answers)
+    assert figures["all"]["exact_match"] == rights / 36
+    assert figures["all"]["pass@3"] == 1.0
+    assert figures["all"]["pass@1"] == pytest.approx(rights / 36)
+    assert figures["all"]["complete"] == pytest.approx(2 / 3)
+    assert {name: found["tasks"] for name, found in figures["family"].items()} == {"add": 6, "pick": 6}
+    efforts = summarize(answers[::3], [1])["effort"]
+    low, high, most = (efforts[effort]["thinking_tokens"] for effort in ("low", "high", "max"))
+    assert low == 0 < high < most
+
+
+def test_pass_at_k_is_the_share_of_draws_with_a_right_answer() -> None:
+    for samples in (1, 4, 6):
+        for right in range(samples + 1):
+            given = [place < right for place in range(samples)]
+            for k in range(1, samples + 1):
+                draws = list(itertools.combinations(given, k))
+                assert pass_at_k(right, samples, k) == pytest.approx(sum(map(any, draws)) / len(draws))
+
+
+def evaluate(checkpoint: Path, capsys: pytest.CaptureFixture, *more: str) -> tuple[int, str, str]:
+    code = cli.main(["eval", "--checkpoint", str(checkpoint), *more])
+    out = capsys.readouterr()
+    return code, out.out, out.err
+
+
+def test_the_command_writes_what_it_found(checkpoint: Path, folder: Path, capsys: pytest.CaptureFixture) -> None:
+    """Figures follow from the answers in the file; perplexities from the scores of the same tokens."""
+    from k3train.rollout.score_cli import score_row
+
+    texts = [
+        {"text": "ka mo ti"},
+        {"messages": [{"role": "user", "content": "ka"}, {"role": "assistant", "content": "mo"}]},
+    ]
+    (folder / "domain.jsonl").write_text("".join(json.dumps(row) + "\n" for row in texts))
+    out = folder / "out.json"
+    words = ["--tasks", str(folder / "tasks.jsonl"), "--n", "2", "--k", "1,2", "--max-new-tokens", "5", "--limit", "3"]
+    code, said, err = evaluate(
+        checkpoint, capsys, *words, "--perplexity", f"mixed={folder / 'domain.jsonl'}", "--out", str(out)
+    )
+    assert code == 0, err
+    found = json.loads(out.read_text())
+    assert [(a["task"], a["sample"]) for a in found["answers"]] == [
+        (f"{f}-{n}", s) for n, f in enumerate(["add", "pick", "add"]) for s in (0, 1)
+    ]
+    assert found["all"]["exact_match"] == sum(a["right"] for a in found["answers"]) / 6
+    assert found["all"]["tokens"] <= 5
+    encoder = ChatEncoder(load_tokenizer(folder / "chat"), K3Template())
+    total = tokens = 0
+    from k3train.data.chat.messages import conversation_of
+    from k3train.rollout.restore import restore
+
+    model = restore(checkpoint).model
+    text = [*encoder.tokenizer.encode("ka mo ti"), encoder.tokenizer.eod]
+    chat = encoder.encode(conversation_of(texts[1], "row"))
+    for ids, counts in ((text, [True] * len(text)), (chat.ids.tolist(), chat.trained.tolist())):
+        scores, _ = score_row(model, torch.tensor(ids), False)
+        total -= float(scores[torch.tensor(counts[1:])].sum())
+        tokens += sum(counts[1:])
+    mixed = found["perplexity"]["mixed"]
+    assert mixed["tokens"] == tokens
+    assert mixed["loss"] == pytest.approx(total / tokens, rel=1e-9)
+    assert mixed["perplexity"] == pytest.approx(math.exp(total / tokens))
+    assert "pass@2" in said
+    assert f"mixed: perplexity {mixed['perplexity']:.4f}" in said
+    assert set(found["reference"]) == {"add", "pick"}
+    again = evaluate(checkpoint, capsys, *words, "--out", str(out))
+    assert again[0] == 0
+    assert json.loads(out.read_text())["answers"] == found["answers"]
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ([], "eval needs something to judge by"),
+        (["--tasks", "TASKS", "--k", "2"], "--k 2 must be numbers from 1 to --n 1"),
+        (["--tasks", "TASKS", "--n", "2", "--temperature", "0"], "gives the same answer 2 times"),
+        (["--tasks", "TASKS", "--limit", "0"], "--limit 0 must be at least 1"),
+        (["--tasks", "TASKS", "--out", "/nowhere/x.json"], "give the name of a file in a folder that exists"),
+        (["--tasks", "TASKS", "--tokenizer", "PLAIN"], "tools/add_chat_tokens.py"),
+        (["--tasks", "/nowhere.jsonl"], "/nowhere.jsonl is no file"),
+        (["--perplexity", "x"], "--perplexity x is not NAME=FILE"),
+    ],
+)
+def test_what_cannot_be_evaluated_is_told(
+    checkpoint: Path, folder: Path, capsys: pytest.CaptureFixture, words: list[str], told: str
+) -> None:
+    names = {"TASKS": str(folder / "tasks.jsonl"), "PLAIN": str(folder / "plain")}
+    code, _, err = evaluate(checkpoint, capsys, *(names.get(word, word) for word in words))
+    assert code == 2
+    assert told in err
