@@ -51,6 +51,9 @@ def check_rl(config: RecipeConfig) -> None:
         check_choice(config, key, options)
     for key, (cure, bounds) in RANGES.items():
         check_range(config, key, cure, **bounds)
+    if config.engine != "megatron":
+        why = "does no reinforcement learning: its loss does not see a stage's own tensors"
+        raise refuse(config, "engine", why, "megatron", "engine=megatron")
     _check_objective(config)
     _check_sources(config)
     _check_effort(config)

@@ -216,6 +216,7 @@ def test_layouts_give_the_same_numbers(
         ({"rl__effort": {"enabled": True, "stages": [{"step": 3}]}}, "rl.effort.stages"),
         ({"train__seq_length": 24}, "leaves none of train.seq_length=24"),
         ({"model__mtp": {"num_layers": 1}}, "model.mtp.num_layers=1"),
+        ({"engine": "deepspeed"}, "engine=deepspeed does no reinforcement learning"),
         (
             {"rl__rollout": {"prompts": 2, "samples": 4, "engine": "openai", "url": "x", "replay_experts": True}},
             "servers do not",
