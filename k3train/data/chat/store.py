@@ -113,7 +113,7 @@ def _key(inputs: list[str], sft: SftConfig, encoder: ChatEncoder, seq_length: in
     """Hash of everything that the encoded set depends on, the content of the files included."""
     digest = hashlib.sha256()
     for path, kind in find_sources(list(inputs), None, sft.split):
-        files = sorted(Path(path).iterdir()) if Path(path).is_dir() else [Path(path)]
+        files = sorted(f for f in Path(path).iterdir() if f.is_file()) if Path(path).is_dir() else [Path(path)]
         for file in files:
             with file.open("rb") as content:
                 digest.update(hashlib.file_digest(content, "sha256").digest())
