@@ -1,7 +1,7 @@
 # make demo: train a tiny K3 on this machine. make test: run the tests. Either sets up .venv first, once.
 SHELL := bash
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint clean
+.PHONY: help setup demo demo-sft test lint clean
 
 BIN := .venv/bin
 DEMO_ARGS ?=
@@ -11,7 +11,7 @@ TEST_ARGS ?=
 export HF_HUB_OFFLINE := 1
 
 help: ## list the targets
-	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /\1\t/' | awk -F'\t' '{printf "  make %-6s %s\n", $$1, $$2}'
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | awk -F'\t' '{printf "  make %-8s %s\n", $$1, $$2}'
 	@echo
 	@echo "  DEMO_ARGS='run.name=short train.steps=50'  other values for make demo"
 	@echo "  TEST_ARGS='-k router -x'    more arguments for pytest"
@@ -26,6 +26,15 @@ demo: setup ## prepare the corpus, pretrain recipe=pretrain/k3-tiny, generate fr
 	@run_dir=$$($(BIN)/k3train recipe=pretrain/k3-tiny $(DEMO_ARGS) --cfg job --resolve | sed -n '/^run:/,/^[a-z]/s/^  dir: //p') && \
 		echo && echo "A sample from $$run_dir:" && \
 		$(BIN)/k3train generate --checkpoint "$$run_dir" --prompt "def "
+
+demo-sft: setup ## fine-tune the run of make demo on made-up tasks; exact match before and after
+	@$(BIN)/python tools/add_chat_tokens.py --tokenizer data/demo/tokenizer.json --out data/demo-chat
+	@$(BIN)/python tools/make_tasks.py --out data/tasks
+	@echo && echo "Held-out tasks before:"
+	@$(BIN)/k3train eval --checkpoint runs/k3-tiny --tokenizer data/demo-chat --tasks data/tasks/tasks-held-out.jsonl --max-new-tokens 64
+	@$(BIN)/k3train recipe=sft/k3-tiny
+	@echo && echo "Held-out tasks after:"
+	@$(BIN)/k3train eval --checkpoint runs/k3-tiny-sft --tasks data/tasks/tasks-held-out.jsonl --max-new-tokens 64
 
 test: setup ## run the tests
 	@$(BIN)/python -m pytest $(TEST_ARGS)

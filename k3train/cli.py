@@ -160,6 +160,7 @@ def _export_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--checkpoint", required=True, metavar="DIR", help="a checkpoint, or a run's checkpoints")
     parser.add_argument("--hf", required=True, metavar="DIR", help="the folder to make")
     parser.add_argument("--experts", choices=["mxfp4", "bf16"], help="routed experts (default: as imported or trained)")
+    parser.add_argument("--adapter", action="store_true", help="only the LoRA adapters, as PEFT lays them out")
     parser.add_argument("--like", metavar="CKPT", help="imported checkpoint whose files to take along, or none")
     parser.add_argument("--max-shard-gb", type=float, default=5.0, help="size of new safetensors files (%(default)s)")
     parser.add_argument("overrides", nargs="*", metavar="parallel.KEY=VALUE", help="a layout; its ranks do the work")

@@ -2,8 +2,8 @@
 
 A random model of k3-tiny's shape generates for the queue that training uses; the lengths of the samples are drawn from
 a log-normal distribution, cut at the most. Compared are values of lambda, one after the other in one process, by the
-tokens of groups ready to train on per second of this process's CPU time (other work on the machine does not count). The
-first iterations, in which the queue fills up, are left out.
+tokens generated per second of this process's CPU time (other work on the machine does not count); in the long run all
+of them are trained on. The tokens of groups that became ready are given too: at first short groups come first.
 """
 
 import argparse
@@ -75,10 +75,10 @@ def measure(model: torch.nn.Module, fraction: float, args: argparse.Namespace) -
         args.sigma, args.median, RLConfig(rollout=rollout), [source], RandomChat(), 1, args.most + PROMPT
     )
     engine = LocalEngine(model, max_rows=args.prompts * args.samples, keep_states=args.keep_states)
-    tokens, ages, groups, started = 0, [], 0, 0.0
+    tokens, ages, groups, started, made = 0, [], 0, 0.0, 0.0
     for version in range(args.skip + args.iterations):
         if version == args.skip:
-            started = time.process_time()
+            started, made = time.process_time(), engine.counters()["generated_tokens"]
         ready = queue.collect(engine, version)
         if version >= args.skip:
             groups += len(ready)
@@ -86,7 +86,8 @@ def measure(model: torch.nn.Module, fraction: float, args: argparse.Namespace) -
             ages += [version - v for g in ready for s in g.samples for v in s.versions]
     seconds = time.process_time() - started
     return {
-        "tokens/s": tokens / seconds,
+        "tokens/s": (engine.counters()["generated_tokens"] - made) / seconds,
+        "trained": tokens / seconds,
         "groups": groups,
         "tokens": tokens,
         "seconds": seconds,
@@ -113,14 +114,15 @@ def main() -> int:
     config = load_recipe(["recipe=rl/k3-tiny"])
     start_model_parallel(config.parallel)
     (model,), _ = build_chunks(config, here.device)
-    print("lambda  trained tokens/CPU s  ratio  groups  tokens  mean age  oldest")
+    print("lambda  generated/CPU s  ratio  trained/CPU s  groups  tokens/group  mean age  oldest")
     first = None
     for fraction in map(float, args.fractions.split(",")):
         found = measure(model, fraction, args)
         first = first or found["tokens/s"]
         print(
-            f"{fraction:6.2f}  {found['tokens/s']:20.1f}  {found['tokens/s'] / first:5.2f}  {found['groups']:6d}"
-            f"  {found['tokens']:6d}  {found['mean age']:8.2f}  {found['oldest']:6d}",
+            f"{fraction:6.2f}  {found['tokens/s']:15.1f}  {found['tokens/s'] / first:5.2f}  {found['trained']:13.1f}"
+            f"  {found['groups']:6d}  {found['tokens'] / max(1, found['groups']):12.1f}  {found['mean age']:8.2f}"
+            f"  {found['oldest']:6d}",
             flush=True,
         )
     platform.stop()

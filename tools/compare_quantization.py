@@ -3,10 +3,10 @@
     make demo
     python tools/compare_quantization.py --start runs/k3-tiny --data data/demo --out runs/quantization --steps 40
 
-Trains on from one checkpoint of k3-tiny twice, on the same batches: without quantization, and with K3's policy. Each
-result is read in three ways: as its weights are; with experts' weights in MXFP4, as an export stores them; and with
-their inputs in MXFP8 on top, as K3 is served. Prints a table in Markdown: held-out loss, and how far a held-out token's
-log-probability is from that of the forward pass which the model was trained with. Finished runs are not repeated.
+Reads a checkpoint of k3-tiny, and trains on from it twice, on the same batches: without quantization, and with K3's
+policy. Each is read in three ways: as its weights are; with experts' weights in MXFP4, as an export stores them; and
+with their inputs in MXFP8 on top, as K3 is served. Prints a table in Markdown: held-out loss, and how far a held-out
+token's log-probability is from that of the forward pass which the model was trained with. Finished runs are kept.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from k3train.errors import UserError
 from k3train.model.experts import LatentExperts
 from k3train.model.packing import Packing
 from k3train.platform import Platform
-from k3train.rollout.restore import restore
+from k3train.rollout.restore import recipe_of, restore
 from k3train.stages.pretrain import PretrainStage
 from k3train.train.loop import run_training
 
@@ -40,7 +40,7 @@ def arguments() -> argparse.Namespace:
     )
     parser.add_argument("--data", type=Path, default=Path("data/demo"), help="corpus of tools/prepare_demo.py")
     parser.add_argument("--out", type=Path, default=Path("runs/quantization"))
-    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--steps", type=int, default=40, help="of each run; 0 reads the start alone")
     parser.add_argument("--lr", type=float, default=2e-4, help="constant; the last rate of pretrain/k3-tiny by default")
     parser.add_argument("overrides", nargs="*", help="more overrides for both runs, such as train.global_batch_size=8")
     return parser.parse_args()
@@ -79,13 +79,13 @@ def train(options: argparse.Namespace, here: Platform, name: str) -> Path:
 
 
 @torch.inference_mode()
-def held_out(run_dir: Path, reading: str) -> torch.Tensor:
+def held_out(run_dir: Path, reading: str, data: Path, cache: Path) -> torch.Tensor:
     """Log-probabilities (nats, fp64) of the held-out tokens that count."""
     restored = restore(run_dir, "cpu", quant="none" if reading == READINGS[0] else "k3")
     for module in restored.model.modules():
         if isinstance(module, LatentExperts) and reading == READINGS[1]:
             module.fake_quant.quant.inputs = "none"
-    stage = PretrainStage(load_recipe(["recipe=pretrain/k3-tiny", *recipe_of_data(run_dir)]))
+    stage = PretrainStage(load_recipe(["recipe=pretrain/k3-tiny", *recipe_of_data(run_dir, data, cache)]))
     found = []
     for batch in stage.held_out() or []:
         packing = Packing(batch["document_ids"])
@@ -94,21 +94,18 @@ def held_out(run_dir: Path, reading: str) -> torch.Tensor:
     return torch.cat(found)
 
 
-def recipe_of_data(run_dir: Path) -> list[str]:
-    """Overrides that read the held-out text of a run."""
-    from k3train.rollout.restore import recipe_of
-
-    config = recipe_of(run_dir)[1]
+def recipe_of_data(run_dir: Path, data: Path, cache: Path) -> list[str]:
+    """Overrides that read the held-out text `data` as a run does, with its index in `cache`."""
+    train = recipe_of(run_dir)[1].train
     return [
         "parallel=single",
-        f"run.dir={run_dir}",
-        f"data.tokenizer={config.data.tokenizer}",
-        f"data.train=[{{path: {config.data.train[0].path}}}]",
-        f"data.valid=[{{path: {config.data.valid[0].path}}}]",
-        f"train.seq_length={config.train.seq_length}",
-        f"train.micro_batch_size={config.train.micro_batch_size}",
-        f"train.global_batch_size={config.train.global_batch_size}",
-        f"train.eval_samples={config.train.eval_samples}",
+        f"data.cache_dir={cache}",
+        f"data.tokenizer={data}/tokenizer.json",
+        f"data.train=[{{path: {data}/train}}]",
+        f"data.valid=[{{path: {data}/valid}}]",
+        f"train.seq_length={train.seq_length}",
+        f"train.micro_batch_size={train.micro_batch_size}",
+        f"train.eval_samples={train.eval_samples}",
     ]
 
 
@@ -117,13 +114,13 @@ def main() -> int:
     options = arguments()
     here = platform.start("cpu", 1)
     try:
-        runs = {name: train(options, here, name) for name in RUNS}
-        names = {"plain": "without quantization", "qat": "with K3's policy"}
+        runs = {"start": options.start} | ({n: train(options, here, n) for n in RUNS} if options.steps else {})
+        names = {"start": "the start", "plain": "and on without quantization", "qat": "and on with K3's policy"}
         print("| trained | experts read | held-out loss (nats) | mean change of a token's log-probability |")
         print("|---|---|---|---|")
         for name, run_dir in runs.items():
-            found = {reading: held_out(run_dir, reading) for reading in READINGS}
-            own = found[READINGS[2] if RUNS[name] else READINGS[0]]
+            found = {r: held_out(run_dir, r, options.data, options.out / "index_cache") for r in READINGS}
+            own = found[READINGS[2] if RUNS.get(name) else READINGS[0]]
             for reading, log_probs in found.items():
                 change = float((log_probs - own).abs().mean())
                 print(f"| {names[name]} | {reading} | {-float(log_probs.mean()):.4f} | {change:.4f} |", flush=True)

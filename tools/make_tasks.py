@@ -11,18 +11,19 @@ import os
 import sys
 from pathlib import Path
 
-from k3train.rollout.families import FAMILIES, draw_sessions, draw_tasks
+from k3train.rollout.families import FAMILIES, LEVELS, draw_sessions, draw_tasks
 
 
 def main() -> int:
     """Run the program; returns its exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", required=True, help="folder to make")
-    parser.add_argument("--conversations", type=int, default=3000, help="in train.jsonl (%(default)s)")
-    parser.add_argument("--turns", type=int, default=5, help="questions of a conversation (%(default)s)")
+    parser.add_argument("--conversations", type=int, default=2400, help="in train.jsonl (%(default)s)")
+    parser.add_argument("--turns", type=int, default=8, help="questions of a conversation (%(default)s)")
     parser.add_argument("--tasks", type=int, default=1800, help="in tasks-train.jsonl (%(default)s)")
     parser.add_argument("--held-out", type=int, default=180, help="in tasks-held-out.jsonl (%(default)s)")
     parser.add_argument("--families", default=",".join(FAMILIES), help="which ones (%(default)s)")
+    parser.add_argument("--level", type=int, choices=LEVELS, default=1, help="2 is harder (%(default)s)")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     families = tuple(args.families.split(","))
@@ -33,10 +34,12 @@ def main() -> int:
         print(f"make_tasks: {told or f'--{small[0]} is below 1'}", file=sys.stderr)
         return 2
     files = {
-        "train.jsonl": draw_sessions(args.conversations, args.turns, args.seed, families),
-        "valid.jsonl": draw_sessions(max(1, args.conversations // 50), args.turns, args.seed, families, held_out=True),
-        "tasks-train.jsonl": draw_tasks(args.tasks, False, args.seed, families),
-        "tasks-held-out.jsonl": draw_tasks(args.held_out, True, args.seed, families),
+        "train.jsonl": draw_sessions(args.conversations, args.turns, args.seed, families, False, args.level),
+        "valid.jsonl": draw_sessions(
+            max(1, args.conversations // 50), args.turns, args.seed, families, True, args.level
+        ),
+        "tasks-train.jsonl": draw_tasks(args.tasks, False, args.seed, families, args.level),
+        "tasks-held-out.jsonl": draw_tasks(args.held_out, True, args.seed, families, args.level),
     }
     out = Path(args.out)
     try:

@@ -176,19 +176,26 @@ def _load_optimizer_part(part: MegatronOptimizer, loaded: dict[str, Any], step: 
     part.load_state_dict({**own, "param_state_sharding_type": _SHARDING, "param_state": loaded["param_state"]})
 
 
-def load_model(path: Path, models: list[torch.nn.Module]) -> None:
+def load_model(path: Path, models: list[torch.nn.Module], is_new: Callable[[str], bool] = lambda name: False) -> None:
     """Only the weights and router biases of a committed checkpoint, into any layout.
+
+    `is_new` tells by name the parameters that the checkpoint does not have, and that stay as they are.
 
     Raises:
         DamagedCheckpointError: it is damaged or belongs to another model.
     """
-    _load_model_state(models, _load(_model_state(models), path))
+    state = _model_state(models)
+    old = {chunk: {name: t for name, t in entries.items() if not is_new(name)} for chunk, entries in state.items()}
+    _load_model_state(models, _load(old, path), is_new)
 
 
-def _load_model_state(models: list[torch.nn.Module], loaded: dict[str, Any]) -> None:
+def _load_model_state(
+    models: list[torch.nn.Module], loaded: dict[str, Any], is_new: Callable[[str], bool] = lambda name: False
+) -> None:
     for index, model in enumerate(models):
         chunk = model.module if hasattr(model, "module") else model
-        chunk.load_state_dict(loaded[f"model{index}"])
+        own = {name: value for name, value in chunk.state_dict().items() if is_new(name)}
+        chunk.load_state_dict({**own, **loaded[f"model{index}"]})
 
 
 @functools.cache

@@ -51,6 +51,9 @@ def check_rl(config: RecipeConfig) -> None:
         check_choice(config, key, options)
     for key, (cure, bounds) in RANGES.items():
         check_range(config, key, cure, **bounds)
+    if config.engine != "megatron":
+        why = "does no reinforcement learning: its loss does not see a stage's own tensors"
+        raise refuse(config, "engine", why, "megatron", "engine=megatron")
     _check_objective(config)
     _check_sources(config)
     _check_effort(config)
@@ -151,15 +154,14 @@ def _check_engine(config: RecipeConfig) -> None:
                 config, "rl.rollout.url", "names no server", "http://HOST:PORT", "rl.rollout.url=http://127.0.0.1:8000"
             )
         return
-    for name in ("pipeline", "context"):
-        if getattr(parallel, name) > 1:
-            raise refuse(
-                config,
-                f"parallel.{name}",
-                "is no layout that the local engine generates in",
-                "1, or rl.rollout.engine=openai",
-                f"parallel.{name}=1",
-            )
+    if parallel.pipeline > 1:
+        raise refuse(
+            config,
+            "parallel.pipeline",
+            "is no layout that the local engine generates in",
+            "1, or rl.rollout.engine=openai",
+            "parallel.pipeline=1",
+        )
     if parallel.overlap_param_gather:
         raise refuse(
             config,

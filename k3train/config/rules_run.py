@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from k3train.config.rules import check_choice, check_range, refuse, value_at
+from k3train.config.rules_lora import check_lora
 from k3train.config.rules_optim import check_optim
 from k3train.config.rules_quant import check_quant
 from k3train.config.rules_rl import check_rl
@@ -56,6 +57,7 @@ def check_run(config: RecipeConfig) -> None:
         check_range(config, "run.threads_per_rank", "null", least=1, most=MOST_THREADS)
     _check_milestones(config)
     check_optim(config)
+    check_lora(config)
     check_quant(config, CHOICES["stage.name"])
     if config.stage.name == "sft":
         check_sft(config)

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from k3train.config.deepspeed import DeepSpeedConfig
+from k3train.config.lora import LoRAConfig
 from k3train.config.model import ModelConfig
 from k3train.config.quant import QuantConfig
 from k3train.config.rl import RLConfig
@@ -195,6 +196,7 @@ class RecipeConfig:
     deepspeed: DeepSpeedConfig = field(default_factory=DeepSpeedConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     quant: QuantConfig = field(default_factory=QuantConfig)
+    lora: LoRAConfig = field(default_factory=LoRAConfig)
     data: DataConfig = field(default_factory=DataConfig)
     stage: StageConfig = field(default_factory=StageConfig)
     sft: SftConfig = field(default_factory=SftConfig)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import math
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from k3train.config.schema import RecipeConfig
 from k3train.config.validate import resolve_world_size
 from k3train.errors import UserError
 from k3train.hf.import_cli import lay_out
+from k3train.hf.names import K3_PREFIX
 from k3train.hf.quant_policy import KEY
 from k3train.hf.target import check_target
 
@@ -50,7 +52,10 @@ def run(args: argparse.Namespace) -> int:
             source.check_model(config.model, checkpoint)
         tensors = TensorReader(checkpoint)
         quant = policy_in_force(config.quant, config.stage.name)
+        if args.adapter:
+            return _export_adapter(config, checkpoint, out, tensors, source, here.rank)
         job = plan_job(checkpoint, tensors, config.model, source, args.experts, round(args.max_shard_gb * GB), quant)
+    job = dataclasses.replace(job, lora=config.lora if config.lora.enabled else None)
     if here.rank == 0:
         _tell_start(config, checkpoint, source, tensors, job)
     count = run_export(checkpoint, out, tensors, job)
@@ -59,6 +64,17 @@ def run(args: argparse.Namespace) -> int:
         if count.blocks:
             print(f"{count.blocks:,} MXFP4 blocks: {count.kept:,} with their imported scale, the rest with a new one")
         print(f"exported to {out}: {len(job.files)} files")
+    return 0
+
+
+def _export_adapter(config: RecipeConfig, checkpoint: Path, out: Path, tensors: Any, source: Any, rank: int) -> int:
+    """Only the adapters; on the first rank."""
+    from k3train.hf.adapters import write_adapter
+
+    if rank == 0:
+        base, prefix = (str(source.checkpoint), source.config.prefix) if source else (None, K3_PREFIX)
+        number = write_adapter(checkpoint, out, tensors, config.lora, base, prefix)
+        print(f"exported to {out}: {number} tensors of adapters, {config.lora.describe()}")
     return 0
 
 
@@ -75,6 +91,8 @@ def _tell_start(config: RecipeConfig, checkpoint: Path, source: Any, tensors: An
         if packed != (quant.weights == "mxfp4") or (packed and not quant.is_published_format):
             stored = "MXFP4" if packed else "unrounded"
             print(f"warning: all experts' weights are stored {stored}, which is not what the training's products saw")
+    if config.lora.enabled:
+        print("adapters are merged into the weights; --adapter writes them by themselves")
     left_out = [key for key in tensors if key.startswith("mtp.")]
     if left_out:
         print(f"{len(left_out)} tensors of multi-token prediction stay behind: the published layout has none")

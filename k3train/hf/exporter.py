@@ -18,9 +18,11 @@ import torch
 import torch.distributed as dist
 
 from k3train.checkpoint import directory
+from k3train.config.lora import LoRAConfig
 from k3train.config.model import ModelConfig
 from k3train.config.quant import QuantConfig
 from k3train.errors import UserError
+from k3train.hf.adapters import Merger
 from k3train.hf.files_plan import OutFile, entries_of, new_files, verbatim_files
 from k3train.hf.mapping import Part, packed_names, published_parts, weights_of
 from k3train.hf.names import K3_PREFIX, other_spelling
@@ -57,6 +59,7 @@ class Job:
     source: Source | None
     is_verbatim: bool
     scale_rule: str = "round_up"  # of quantized experts: the one that they were trained with
+    lora: LoRAConfig | None = None  # of the adapters to merge
 
 
 def plan_job(
@@ -199,6 +202,7 @@ class _Content:
     def __init__(self, tensors: TensorReader, job: Job, checkpoint: Path) -> None:
         self._tensors, self._job, self._checkpoint = tensors, job, checkpoint
         self._carried = Reader()
+        self._merger = Merger(tensors, job.lora)
         # Imported scales; a run that was trained since keeps them in the checkpoint that it started from.
         origin = job.source.checkpoint if job.source and job.source.packed else None
         self._scales = tensors if origin == checkpoint else TensorReader(origin) if origin else None
@@ -236,7 +240,8 @@ class _Content:
         row = torch.Size(weight.shape[len(box) + 1 :]).numel()
         step = max(1, _ROWS_BYTES // (4 * row))
         for start in range(0, rows, step):
-            data = self._tensors.read(weight.key, *box, (start, min(start + step, rows))).to(dtype)
+            data = self._tensors.read(weight.key, *box, (start, min(start + step, rows)))
+            data = self._merger.rows(weight.key, data, start).to(dtype)
             writer.write(data)
             progress.advance(data.nbytes)
         padding = torch.zeros(torch.Size(shape).numel() - rows * row, dtype=dtype)  # A_log's

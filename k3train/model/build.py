@@ -9,6 +9,7 @@ from k3train.config.implementation import resolve_transformer_impl
 from k3train.config.quant import policy_in_force
 from k3train.config.schema import ParallelConfig, RecipeConfig
 from k3train.model.init import init_weights
+from k3train.model.lora import adaptable, attach_adapters
 from k3train.model.model import K3Model
 from k3train.model.transformer_config import K3TransformerConfig, build_transformer_config
 from k3train.parallel.stages import layout_of, layout_text, stage_contents, traffic_of
@@ -61,10 +62,12 @@ def build_chunks(
         config.parallel,
         config.train.precision,
         kind,
-        config.stage.moves_router_bias,
+        config.stage.moves_router_bias and not config.lora.enabled,
         resolve_transformer_impl(config.parallel.transformer_impl, kind, config.train.precision),
     )
     transformer_config.quant = policy_in_force(config.quant, config.stage.name)
+    if config.lora.enabled:
+        transformer_config.spec = adaptable(transformer_config.spec)
     if kind == "cuda":
         # Transformer Engine's layers and recomputation draw from Megatron-Core's tracked generators.
         tensor_parallel.model_parallel_cuda_manual_seed(config.train.seed)
@@ -83,6 +86,8 @@ def build_chunks(
                 vp_stage=vp_stage,
                 recompute=config.parallel.recompute == "full",
             )
+        if config.lora.enabled:
+            attach_adapters(model, transformer_config, config.lora)
         if init and device.type != "meta":
             init_weights(model, transformer_config, config.train.seed)
         chunks.append(model.to(device))

@@ -68,7 +68,7 @@ def _draw(
         return torch.empty(shape).normal_(0.0, config.k3.init_std, generator=generator)
     if kind == "a_log_log_uniform":
         return torch.empty(shape).uniform_(1.0, 16.0, generator=generator).log()
-    if kind == "conv":
+    if kind in ("conv", "lora_a"):
         bound = 1.0 / math.sqrt(shape[-1])
         return torch.empty(shape).uniform_(-bound, bound, generator=generator)
     if kind == "dt_bias_inverse_softplus":

@@ -138,6 +138,9 @@ class K3Model(LanguageModule):
     def _embed(self, tokens: torch.Tensor) -> torch.Tensor:
         """[b, s] to [s / TP, b, h]."""
         embedded = self.embedding(tokens)
+        if torch.is_grad_enabled() and not embedded.requires_grad:
+            # Of a frozen embedding: recomputed layers have gradients only where their input does.
+            embedded.requires_grad_()
         if self.config.sequence_parallel:
             return embedded
         return embedded.transpose(0, 1).contiguous()

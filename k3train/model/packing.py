@@ -59,7 +59,8 @@ class Packing:
         """Context-parallel rank `rank`'s part of the rows, in `size` contiguous parts."""
         context = ContextShard(self.document_ids, rank, size)
         padding = None if self.padding is None else context.cut(self.padding)
-        return Packing(context.cut(self.document_ids), padding, context)
+        routing = None if self.routing is None else context.cut(self.routing)
+        return Packing(context.cut(self.document_ids), padding, context, routing=routing)
 
     def first_documents(self) -> torch.Tensor:
         """[b], each row's first document among all of `cu_seqlens`."""

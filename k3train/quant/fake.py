@@ -50,7 +50,8 @@ class FakeQuant:
         """`weight` [experts, ..., n] of the module `experts.<name>`, rounded in blocks of 32 along n."""
         if self.quant.weights == "none" or f"experts.{name}" not in self.quant.modules:
             return weight
-        state = weight.data_ptr(), weight._version
+        # Tensors made in inference mode have no count.
+        state = weight.data_ptr(), 0 if weight.is_inference() else weight._version
         kept = self._kept.get(name)
         if kept is None or kept[0] != state:
             # A tensor made in inference mode could not serve training.

@@ -57,13 +57,14 @@ class Environment:
         return None
 
 
+# Keys in order, as conversations from files have them, so that the declaration reads the same as in fine-tuning.
 PYTHON_TOOL = {
-    "type": "function",
     "function": {
-        "name": "python",
         "description": "Runs a Python program and returns what it prints.",
-        "parameters": {"type": "object", "properties": {"code": {"type": "string"}}, "required": ["code"]},
+        "name": "python",
+        "parameters": {"properties": {"code": {"type": "string"}}, "required": ["code"], "type": "object"},
     },
+    "type": "function",
 }
 
 

@@ -1,6 +1,7 @@
 """Families of made-up tasks: questions, answers and worked steps from a random generator.
 
-Numbers are written digit by digit, so that every tokenizer cuts them alike. A question belongs to the training or to
+Numbers are written digit by digit, so that every tokenizer cuts them alike. Level 1 is for models of a few million
+parameters, level 2 has larger numbers, longer lists and tables. A question belongs to the training or to
 the held-out split by its own hash: the splits never meet, whatever the seeds and sizes.
 """
 
@@ -15,10 +16,10 @@ from typing import Any
 from k3train.data.chat.messages import EFFORTS
 
 HELD_OUT_OF = 8  # one question in so many is held out
-NAMES = ("ann", "bob", "cat", "dan", "eve", "fox", "gus", "ida", "jim", "kay", "leo", "max")
-WORDS = ("red", "key", "set", "map", "line", "name", "list", "file", "text", "code", "data", "path", "time", "type")
+LEVELS = (1, 2)  # of difficulty
+WORDS = ("key", "set", "line", "name", "list", "file", "text", "code", "data", "path", "time", "type")
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
-ORDINALS = ("first", "second", "third", "fourth", "fifth")
+ORDINALS = ("first", "second", "third", "fourth")
 
 
 @dataclass(frozen=True)
@@ -37,9 +38,9 @@ class Problem:
 
 @dataclass(frozen=True)
 class Family:
-    """How problems of a kind are drawn, and the checker of their answers."""
+    """How problems of a kind are drawn at a level, and the checker of their answers."""
 
-    draw: Callable[[random.Random], Problem]
+    draw: Callable[[random.Random, int], Problem]
     check: str
 
 
@@ -47,86 +48,69 @@ def _apart(number: int) -> str:
     return " ".join(str(number))
 
 
-def _add(rng: random.Random) -> Problem:
-    """The sum of two numbers of two digits, column by column."""
+def _add(rng: random.Random, level: int) -> Problem:
+    """The sum of two digits, or of two numbers of two digits, column by column."""
+    if level == 1:
+        a, b = rng.randint(0, 9), rng.randint(0, 9)
+        proof = f"so {b} + {a} = {_apart(a + b)} ."
+        return Problem(f"add {a} and {b}", _apart(a + b), f"{a} + {b} = {_apart(a + b)} .", proof)
     a, b = rng.randint(10, 99), rng.randint(10, 99)
     low, high = a % 10 + b % 10, a // 10 + b // 10
     carry = low // 10
     steps = f"{a % 10} + {b % 10} = {_apart(low)} , {a // 10} + {b // 10} + {carry} = {_apart(high + carry)} ."
-    return Problem(
-        f"add {_apart(a)} and {_apart(b)}", _apart(a + b), steps, f"so {_apart(a)} + {_apart(b)} = {_apart(a + b)} ."
-    )
+    proof = f"so {_apart(a)} + {_apart(b)} = {_apart(a + b)} ."
+    return Problem(f"add {_apart(a)} and {_apart(b)}", _apart(a + b), steps, proof)
 
 
-def _reverse(rng: random.Random) -> Problem:
+def _reverse(rng: random.Random, level: int) -> Problem:
     """Letters in the opposite order."""
-    letters = [rng.choice(LETTERS) for _ in range(rng.randint(3, 5))]
+    letters = rng.choices(LETTERS[:12], k=3) if level == 1 else rng.choices(LETTERS, k=rng.randint(3, 5))
     numbered = [f"{place} {letter}" for place, letter in enumerate(letters, start=1)]
-    question = f"reverse {' '.join(letters)}"
-    return Problem(
-        question,
-        " ".join(reversed(letters)),
-        " ".join(numbered) + " .",
-        "back " + " ".join(reversed(numbered)) + " .",
-    )
+    steps, proof = " ".join(numbered) + " .", "back " + " ".join(reversed(numbered)) + " ."
+    return Problem(f"reverse {' '.join(letters)}", " ".join(reversed(letters)), steps, proof)
 
 
-def _pick(rng: random.Random) -> Problem:
+def _pick(rng: random.Random, level: int) -> Problem:
     """The word in a place of a list."""
-    words = rng.sample(WORDS, 4)
+    words = rng.sample(WORDS, 2 + level)
     place = rng.randrange(len(words))
     numbered = [f"{ORDINALS[i]} {word}" for i, word in enumerate(words)]
-    return Problem(
-        f"{ORDINALS[place]} word of {' '.join(words)}",
-        words[place],
-        " ".join(numbered[: place + 1]) + " .",
-        f"all {' '.join(numbered)} .",
-    )
+    steps, proof = " ".join(numbered[: place + 1]) + " .", f"all {' '.join(numbered)} ."
+    return Problem(f"{ORDINALS[place]} word of {' '.join(words)}", words[place], steps, proof)
 
 
-def _sort(rng: random.Random) -> Problem:
+def _sort(rng: random.Random, level: int) -> Problem:
     """Digits from the smallest to the largest."""
-    digits = rng.sample(range(10), rng.randint(3, 4))
+    digits = rng.sample(range(10), rng.randint(1 + level, 2 + level))
     ordered = sorted(digits)
     left, steps = list(digits), []
     for digit in ordered:
         steps.append(f"{digit} of {' '.join(map(str, left))}")
         left.remove(digit)
-    return Problem(
-        f"sort {' '.join(map(str, digits))}",
-        " ".join(map(str, ordered)),
-        " , ".join(steps) + " .",
-        "so " + " < ".join(map(str, ordered)) + " .",
-    )
+    proof = "so " + " < ".join(map(str, ordered)) + " ."
+    text = " ".join(map(str, digits))
+    return Problem(f"sort {text}", " ".join(map(str, ordered)), " , ".join(steps) + " .", proof)
 
 
 def _table(rng: random.Random, rows: int) -> tuple[list[tuple[str, int]], str]:
-    table = [(name, rng.randint(1, 9)) for name in rng.sample(NAMES, rows)]
-    return table, "\n".join(f"{name} | {value}" for name, value in table)
+    table = [(name, rng.randint(1, 9)) for name in rng.sample(WORDS, rows)]
+    return table, "".join(f"| {name} | {value} |\n" for name, value in table)
 
 
-def _lookup(rng: random.Random) -> Problem:
+def _lookup(rng: random.Random, level: int) -> Problem:
     """The value beside a name."""
-    table, text = _table(rng, rng.randint(3, 4))
+    table, text = _table(rng, 2 * level)
     name, value = rng.choice(table)
-    return Problem(
-        f"{text}\nvalue of {name}",
-        str(value),
-        f"{name} | {value} .",
-        "all " + " , ".join(f"{n} | {v}" for n, v in table) + " .",
-    )
+    proof = "all " + " , ".join(f"{n} | {v}" for n, v in table) + " ."
+    return Problem(f"{text}value of {name}", str(value), f"{name} | {value} .", proof)
 
 
-def _total(rng: random.Random) -> Problem:
+def _total(rng: random.Random, level: int) -> Problem:
     """The sum of two values of a table."""
-    table, text = _table(rng, 3)
+    table, text = _table(rng, 1 + level)
     (a, x), (b, y) = rng.sample(table, 2)
-    return Problem(
-        f"{text}\ntotal of {a} and {b}",
-        _apart(x + y),
-        f"{a} | {x} , {b} | {y} , {x} + {y} = {_apart(x + y)} .",
-        f"so {y} + {x} = {_apart(x + y)} .",
-    )
+    steps = f"{a} | {x} , {b} | {y} , {x} + {y} = {_apart(x + y)} ."
+    return Problem(f"{text}total of {a} and {b}", _apart(x + y), steps, f"so {y} + {x} = {_apart(x + y)} .")
 
 
 FAMILIES: dict[str, Family] = {
@@ -144,10 +128,10 @@ def is_held_out(family: str, question: str) -> bool:
     return hashlib.sha256(f"{family} {question}".encode()).digest()[0] % HELD_OUT_OF == 0
 
 
-def draw_problem(family: str, held_out: bool, rng: random.Random) -> Problem:
-    """A problem of `family` out of one of the splits."""
+def draw_problem(family: str, held_out: bool, rng: random.Random, level: int = 1) -> Problem:
+    """A problem of `family` at a level, out of one of the splits."""
     while True:
-        problem = FAMILIES[family].draw(rng)
+        problem = FAMILIES[family].draw(rng, level)
         if is_held_out(family, problem.question) == held_out:
             return problem
 
@@ -165,30 +149,38 @@ def task_row(family: str, problem: Problem, effort: str, number: int) -> dict[st
 
 
 def turn(problem: Problem, effort: str) -> list[dict[str, Any]]:
-    """Question and answer as messages."""
-    answer = {"role": "assistant", "reasoning": problem.reasoning(effort), "content": problem.answer}
+    """Question and answer as messages. A space comes first, so that words are the same tokens there as elsewhere."""
+    thinking = problem.reasoning(effort)
+    answer = {"role": "assistant", "reasoning": thinking and f" {thinking}", "content": f" {problem.answer}"}
     return [{"role": "user", "content": problem.question}, answer]
 
 
-def draw_tasks(count: int, held_out: bool, seed: int, families: tuple[str, ...] = tuple(FAMILIES)) -> list[dict]:
+def draw_tasks(
+    count: int, held_out: bool, seed: int, families: tuple[str, ...] = tuple(FAMILIES), level: int = 1
+) -> list[dict]:
     """`count` different tasks, families in turn and every family's efforts in turn."""
     rng = random.Random(f"tasks {seed} {held_out}")
     rows, seen = [], set()
     for number in range(count):
         family = families[number % len(families)]
         effort = EFFORTS[number // len(families) % len(EFFORTS)]
-        problem = draw_problem(family, held_out, rng)
+        problem = draw_problem(family, held_out, rng, level)
         for _ in range(1000):  # a family may run out of questions that are new
             if (problem.question, effort) not in seen:
                 break
-            problem = draw_problem(family, held_out, rng)
+            problem = draw_problem(family, held_out, rng, level)
         seen.add((problem.question, effort))
         rows.append(task_row(family, problem, effort, number))
     return rows
 
 
 def draw_sessions(
-    count: int, turns: int, seed: int, families: tuple[str, ...] = tuple(FAMILIES), held_out: bool = False
+    count: int,
+    turns: int,
+    seed: int,
+    families: tuple[str, ...] = tuple(FAMILIES),
+    held_out: bool = False,
+    level: int = 1,
 ) -> list[dict]:
     """`count` conversations of `turns` questions each at one effort: what SFT reads."""
     rng = random.Random(f"sessions {seed} {held_out}")
@@ -196,7 +188,7 @@ def draw_sessions(
     for number in range(count):
         effort = EFFORTS[number % len(EFFORTS)]
         chosen = [rng.choice(families) for _ in range(turns)]
-        problems = [draw_problem(family, held_out, rng) for family in chosen]
+        problems = [draw_problem(family, held_out, rng, level) for family in chosen]
         messages = [message for problem in problems for message in turn(problem, effort)]
         rows.append({"id": f"session-{number}", "thinking_effort": effort, "messages": messages})
     return rows

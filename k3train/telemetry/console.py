@@ -64,6 +64,8 @@ def step_parts(metrics: dict[str, Any], total_steps: int, eta_seconds: float | N
     parts = [f"step {step:>{len(str(total_steps))}}/{total_steps}"]
     if "loss" in metrics:
         parts.append(f"loss {float(metrics['loss']):.4f}")
+    if metrics.get("reward") is not None:
+        parts.append(f"reward {float(metrics['reward']):.3f}")
     if metrics.get("tokens_per_second") is not None:
         parts.append(f"{human_count(float(metrics['tokens_per_second']))} tokens/s")
     if eta_seconds is not None:

@@ -18,6 +18,7 @@ from k3train.model.build import build_chunks
 from k3train.optim.build import build_optimizer, build_schedule, wrap_data_parallel
 from k3train.optim.policy import TableRow, apply_policy, optimizer_table
 from k3train.platform import Platform
+from k3train.train.adapters import new_parameters
 from k3train.train.metrics import paths_taken
 from k3train.train.stage import Stage
 from k3train.train.step import StepRunner
@@ -50,6 +51,7 @@ class MegatronEngine:
     """Megatron-Core's data parallelism, schedules and optimizer, in every layout."""
 
     def __init__(self, config: RecipeConfig, stage: Stage, here: Platform) -> None:
+        self.config = config
         chunks, transformer_config = build_chunks(config, here.device)
         self.models = wrap_data_parallel(chunks, transformer_config, config.parallel)
         self.optimizer = build_optimizer(config.optim, self.models, config.parallel, config.train.precision)
@@ -67,7 +69,7 @@ class MegatronEngine:
 
     def load_weights(self, path: Path) -> None:
         engines.require_engine(path, "megatron", store.shared_marker(path))
-        store.load_model(path, self.models)
+        store.load_model(path, self.models, new_parameters(self.config, path))
         self.optimizer.reload_model_params()
 
 

@@ -126,6 +126,8 @@ def paths_taken(config: RecipeConfig, here: Platform) -> dict[str, str]:
         paths["attention"] = attention_path("local", here.kind, config.train.precision) + ", keys of other ranks"
     if config.optim.name == "muon":
         paths["newton_schulz"] = newton_schulz_precision(config.optim.muon, here.kind)
+    if config.lora.enabled:
+        paths["lora"] = config.lora.describe()
     if config.optim.qk_clip.enabled:
         paths["max_logit"] = f"a product of queries and keys of its own, every {config.optim.qk_clip.interval} steps"
     if model.moe.num_experts:

@@ -149,7 +149,7 @@ def _set_aside(bad: list[tuple[Path, str]], step: int) -> list[str]:
 def _check_data(path: Path, marker: dict[str, Any], data: str) -> None:
     if marker.get("data") not in (None, data):
         raise UserError(
-            f"The training data are not those that {path} was trained on (the files of data.train were "
+            f"The training data are not those that {path} was trained on (its files were "
             "written anew, or in another order); put the old ones back, or start another run.dir with "
             f"checkpoint.load={path}"
         )

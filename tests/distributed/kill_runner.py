@@ -12,6 +12,7 @@ import json
 import os
 import random
 import signal
+import statistics
 import sys
 import time
 import traceback
@@ -200,10 +201,12 @@ def main() -> None:
     """Arguments: corpus, folder, seed, random moments, places that both ways of saving die at."""
     corpus, folder, seed, moments = Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4])
     chance = random.Random(seed)
-    places = [(place, rank) for place in sys.argv[5].split(",") if place for rank in sorted({0, WORLD - 1})]
     on_first = ("unmarked", "marked", "committed", "pruning")  # only rank 0 gets there
-    kills: list[dict[str, Any]] = [{"place": p, "rank": r} for p, r in places if r == 0 or p not in on_first]
-    kills += [{"delay": chance.uniform(0, 0.5), "rank": chance.randrange(WORLD)} for _ in range(moments)]
+    places = [place for place in sys.argv[5].split(",") if place]
+    kills: list[dict[str, Any]] = [
+        {"place": place, "rank": 0 if place in on_first else number % WORLD} for number, place in enumerate(places)
+    ]
+    kills += [{"steps": chance.uniform(0, 5), "rank": chance.randrange(WORLD)} for _ in range(moments)]
     for kill in kills:
         kill["lag"] = chance.uniform(0, 0.3)
     steps = 2 * (len(kills) - moments) + 3 * moments + 6
@@ -217,6 +220,10 @@ def main() -> None:
     }
     clean = small_recipe(corpus, folder / "clean", **made, checkpoint__interval=0)
     reports = [attempt(clean, folder / "attempt-clean", None)]
+    metrics = (folder / "clean" / "metrics.jsonl").read_text().splitlines()
+    pace = statistics.median(json.loads(line)["step_time"] for line in metrics if '"kind": "train"' in line)
+    for kill in kills:
+        kill["delay"] = kill.get("steps", 0) * pace  # a save takes about as long as a step or two
     for number, kill in enumerate([*kills, None]):
         beside = number % 2 == 1
         checkpoint = {"interval": 1, "keep_last": 1 + chance.randrange(2), "async_save": beside}

@@ -164,8 +164,9 @@ def test_kda_sends_the_same_at_every_length(pool: WorkerPool, context: int) -> N
     for length in (32, 128):
         config = recipe(context=context)
         config.train.seq_length = length
-        counted[length] = pool.run(traffic, context, config, batch, "kda"), pool.run(
-            traffic, context, config, batch, "mla"
+        counted[length] = (
+            pool.run(traffic, context, config, batch, "kda"),
+            pool.run(traffic, context, config, batch, "mla"),
         )
     kda = config.model.kda
     transition, state = (batch * kda.num_heads * kda.head_dim * kda.head_dim * 4 for _ in range(2))

@@ -24,8 +24,8 @@ from k3train.config.load import load_recipe
 from k3train.config.quant import QuantConfig
 from k3train.config.schema import RecipeConfig
 
-LOSS_TOLERANCE = 3e-5  # relative
-GRADIENT_TOLERANCE = 1e-2  # relative, in norm, per parameter
+LOSS_TOLERANCE = 2e-6  # relative; the loss of so young a model hardly feels rounding
+GRADIENT_TOLERANCE = 3e-3  # relative, in norm, per parameter
 PARAMETER_TOLERANCE = 1e-4
 ON = QuantConfig(enabled=True, skip_stages=[])
 
@@ -101,7 +101,6 @@ def test_the_bounds_see_a_wrong_block(pool: WorkerPool, one_rank: dict) -> None:
     for quant in (QuantConfig(), dataclasses.replace(ON, weight_scale="floor"), dataclasses.replace(ON, inputs="none")):
         loss, gradient = distances(pool.run(train, 1, qat_recipe(quant=quant)), one_rank[False])
         print(quant.describe(), loss, gradient)
-        assert loss > LOSS_TOLERANCE
         assert gradient > 3 * GRADIENT_TOLERANCE
 
 
@@ -184,8 +183,8 @@ def export(rank: int, world_size: int, checkpoint: str, folder: str, again: str,
     from k3train.hf import export_cli, import_cli
 
     experts = options[0] if options else None
-    wanted = Namespace(checkpoint=checkpoint, hf=folder, experts=experts, like=None, max_shard_gb=5.0, overrides=[])
-    assert export_cli.run(wanted) == 0
+    options = {"like": None, "adapter": False, "max_shard_gb": 5.0, "overrides": []}
+    assert export_cli.run(Namespace(checkpoint=checkpoint, hf=folder, experts=experts, **options)) == 0
     assert import_cli.run(Namespace(hf=folder, out=again, overrides=[])) == 0
 
 

@@ -179,6 +179,7 @@ LAYOUTS = {
     "dp2": (2, {}),
     "tp2": (2, {"parallel__tensor": 2}),
     "ep2": (2, {"parallel__expert": 2}),
+    "cp2": (2, {"parallel__context": 2}),
     "tp2_ep2": (4, {"parallel__tensor": 2, "parallel__expert": 2}),
 }
 
@@ -215,6 +216,11 @@ def test_layouts_give_the_same_numbers(
         ({"rl__effort": {"enabled": True, "stages": [{"step": 3}]}}, "rl.effort.stages"),
         ({"train__seq_length": 24}, "leaves none of train.seq_length=24"),
         ({"model__mtp": {"num_layers": 1}}, "model.mtp.num_layers=1"),
+        ({"engine": "deepspeed"}, "engine=deepspeed does no reinforcement learning"),
+        (
+            {"rl__rollout": {"prompts": 2, "samples": 4, "engine": "openai", "url": "x", "replay_experts": True}},
+            "servers do not",
+        ),
     ],
 )
 def test_wrong_recipes_get_one_sentence(

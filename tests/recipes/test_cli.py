@@ -34,7 +34,7 @@ def started(*arguments: str, **environment: str) -> subprocess.CompletedProcess:
 def test_help_lists_verbs_and_recipes(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["--help"]) == 0
     told = capsys.readouterr().out
-    verbs = ("generate", "score", "import", "export", "inspect")
+    verbs = ("generate", "score", "serve", "import", "export", "inspect")
     for word in (*verbs, "pretrain/k3-tiny", "pretrain/k3-48b", "--multirun", "torchrun"):
         assert word in told
     assert cli.main([]) == 2
@@ -53,8 +53,7 @@ def test_help_and_cfg_need_no_torch() -> None:
     [
         (
             ["genrate"],
-            "genrate is neither a verb nor key=value; allowed verbs: generate, score, import, export, inspect; try "
-            "`k3train gene",
+            f"genrate is neither a verb nor key=value; allowed verbs: {', '.join(cli.VERBS)}; try `k3train gene",
         ),
         (["k3-mini"], "try `k3train recipe=pretrain/k3-mini`"),
         (["pretrain/k3"], "try `k3train recipe=pretrain/k3`"),

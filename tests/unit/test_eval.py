@@ -81,10 +81,10 @@ def test_answers_are_judged_by_their_response_and_form(folder: Path) -> None:
     answers = answer_tasks(Scripted(script), encoder, tasks, SamplingConfig(), frozenset(), samples=3)
     assert [(a.task, a.sample) for a in answers] == [(t.id, s) for t in tasks for s in range(3)]
     for task, (first, cut, other) in zip(tasks, itertools.batched(answers, 3), strict=True):
-        assert (first.right, first.complete, first.response) == (True, True, task.answer)
+        assert (first.right, first.complete, first.response.strip()) == (True, True, task.answer)
         assert first.thinking == task.reference.messages[-1]["reasoning"]
         assert (cut.right, cut.complete) == (False, False)
-        assert (other.right, other.complete) == (other.response == task.answer, True)
+        assert (other.right, other.complete) == (other.response.strip() == task.answer, True)
     figures = summarize(answers, [1, 3])
     rights = sum(answer.right for answer in answers)
     assert figures["all"]["exact_match"] == rights / 36
@@ -155,6 +155,41 @@ def test_the_command_writes_what_it_found(checkpoint: Path, folder: Path, capsys
     again = evaluate(checkpoint, capsys, *words, "--out", str(out))
     assert again[0] == 0
     assert json.loads(out.read_text())["answers"] == found["answers"]
+
+
+def test_figures_go_to_wandb_where_that_is_asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    from k3train.rollout import eval_cli
+    from k3train.telemetry import wandb_sink
+
+    sent: list = []
+
+    class Recorder:
+        def __init__(self, run_dir: Path, config: dict, settings: wandb_sink.WandbSettings, **_: object) -> None:
+            sent.append((run_dir, settings.project, settings.name))
+
+        def log(self, step: int, metrics: dict, kind: str) -> None:
+            sent.append((metrics, kind))
+
+        def finish(self, status: str, pictures: list, step: int) -> None:
+            sent.append(status)
+
+    monkeypatch.setattr(wandb_sink, "WandbSink", Recorder)
+    results = {
+        "checkpoint": str(tmp_path / "mine" / "checkpoints" / "step_00000007"),
+        "tasks_file": "tasks.jsonl",
+        "samples": 2,
+        "all": {"exact_match": 0.5, "pass@2": 0.75},
+        "family": {"add": {"exact_match": 0.25}},
+        "effort": {"low": {"exact_match": 0.125}},
+        "perplexity": {"web": {"perplexity": 3.0}},
+    }
+    eval_cli._send("judged", results)
+    figures = {"exact_match": 0.5, "exact_match_add": 0.25, "exact_match_low": 0.125, "pass_at_2": 0.75}
+    assert sent == [
+        (tmp_path / "mine", "judged", "eval-mine-step_00000007"),
+        ({**figures, "perplexity_web": 3.0}, "eval"),
+        "finished",
+    ]
 
 
 @pytest.mark.parametrize(

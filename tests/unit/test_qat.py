@@ -225,6 +225,9 @@ def test_inference_leaves_nothing_that_training_cannot_use(routed: tuple) -> Non
     assert torch.equal(read, out)
     out.sum().backward()
     assert experts.w2.grad.abs().sum() > 0
+    with torch.inference_mode():  # weights made there have no count of writes
+        made_there = experts_of(build(qat_recipe())[0])[0]
+        assert torch.equal(made_there(*routed)[0], out)
 
 
 def test_bf16_training_rounds_what_the_checkpoint_holds() -> None:

@@ -19,7 +19,7 @@ from k3train.data.chat.encoder import make_encoder
 from k3train.data.chat.jinja import JinjaTemplate
 from k3train.data.chat.messages import conversation_of
 from k3train.data.chat.packing import first_fit_decreasing, grouped_order
-from k3train.data.chat.show import wants_colour
+from k3train.data.chat.show import marked_text, wants_colour
 from k3train.data.chat.store import encoded_set
 from k3train.data.chat.tokens import ChatEncoder, save_chat_tokenizer, with_chat_tokens
 from k3train.data.chat.xtml import K3Template
@@ -295,6 +295,16 @@ def test_show_data_marks_what_is_trained_on(folder: Path, capsys: pytest.Capture
     assert code == 2
     code, _, err = show(folder, capsys, "--n", "-1")
     assert (code, "--n -1 must be at least 0" in err) == (2, True)
+
+
+def test_colours_mark_what_is_trained_on(encoder: ChatEncoder) -> None:
+    given = conversation_of({"prompt": "ask", "response": "tell", "messages": None}, "row")
+    text = marked_text(encoder.encode(given), encoder.tokenizer, colour=True)
+    masked, trained = text.split("\x1b[32m")
+    assert "ask" in masked
+    assert "tell" in trained
+    assert masked.startswith("\x1b[2m")
+    assert text.endswith("\x1b[0m")
 
 
 def test_colours_follow_the_terminal_and_no_color(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from k3train.errors import UserError
-from k3train.rollout.families import FAMILIES, draw_problem, draw_sessions, draw_tasks
+from k3train.rollout.families import FAMILIES, LEVELS, draw_problem, draw_sessions, draw_tasks
 from k3train.rollout.tasks import CHECKERS, read_tasks
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -21,7 +21,7 @@ ROOT = Path(__file__).resolve().parents[2]
 def solve(family: str, question: str) -> list[str]:
     """The answer's words, worked out from the question alone in another way than the families do."""
     words = question.split()
-    table = dict(re.findall(r"(\w+) \| (\d)", question))
+    table = dict(re.findall(r"\| (\w+) \| (\d) \|", question))
     if family == "add":
         left, right = question.removeprefix("add ").split(" and ")
         return list(str(int(left.replace(" ", "")) + int(right.replace(" ", ""))))
@@ -36,11 +36,12 @@ def solve(family: str, question: str) -> list[str]:
     return list(str(int(table[words[-1]]) + int(table[words[-3]])))
 
 
+@pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_answers_are_right_and_efforts_differ_in_length(family: str) -> None:
+def test_answers_are_right_and_efforts_differ_in_length(family: str, level: int) -> None:
     rng = random.Random(1)
     for _ in range(100):
-        problem = draw_problem(family, False, rng)
+        problem = draw_problem(family, False, rng, level)
         assert problem.answer.split() == solve(family, problem.question)
         low, high, most = (len(problem.reasoning(effort)) for effort in ("low", "high", "max"))
         assert low == 0 < high < most
@@ -50,9 +51,10 @@ def test_answers_are_right_and_efforts_differ_in_length(family: str) -> None:
 
 def test_worked_steps_are_arithmetic_that_holds() -> None:
     rng = random.Random(2)
-    for family in ("add", "total"):
-        for _ in range(200):
-            for left, right in re.findall(r"([\d +]+) = ([\d ]+)", draw_problem(family, False, rng).reasoning("max")):
+    for family, level in (("add", 1), ("add", 2), ("total", 1), ("total", 2)):
+        for _ in range(80):
+            reasoning = draw_problem(family, False, rng, level).reasoning("max")
+            for left, right in re.findall(r"([\d +]+) = ([\d ]+)", reasoning):
                 terms = [int(term.replace(" ", "")) for term in left.split("+")]
                 assert sum(terms) == int(right.replace(" ", ""))
 
@@ -61,10 +63,12 @@ def test_splits_never_meet_whatever_the_seed() -> None:
     def questions(rows: list[dict]) -> set[str]:
         return {m["content"] for row in rows for m in row["messages"] if m["role"] == "user"}
 
-    held_out = questions(draw_tasks(300, True, seed=1)) | questions(draw_sessions(50, 4, seed=2, held_out=True))
-    training = questions(draw_tasks(600, False, seed=3)) | questions(draw_sessions(300, 4, seed=1))
+    held_out = questions(draw_tasks(300, True, seed=1, level=2)) | questions(
+        draw_sessions(50, 4, seed=2, held_out=True)
+    )
+    training = questions(draw_tasks(600, False, seed=3, level=2)) | questions(draw_sessions(300, 4, seed=1))
     assert len(held_out) > 200
-    assert len(training) > 1000
+    assert len(training) > 800
     assert not held_out & training
 
 
