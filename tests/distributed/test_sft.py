@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from deepspeed_run import forget_groups
 from small_run import lines, make_corpus, small_recipe, train
 
 SEQ = 128
@@ -42,6 +43,7 @@ def fine_tune(rank: int, world_size: int, recipe: dict[str, Any], signal_at: int
                 kept.update({n: t.detach().clone() for n, t in model.module.state_dict().items() if t is not None})
             return code
 
+    forget_groups()
     here = Platform("cpu", torch.device("cpu"), "gloo", rank, rank, world_size)
     config = recipe_from_dict(recipe)
     try:
@@ -113,6 +115,7 @@ LAYOUTS = {
     "dp2": (2, {}),
     "one rank, two rows a micro-batch": (1, {"train__micro_batch_size": 2}),
     "cp2": (2, {"parallel__context": 2}),
+    "deepspeed": (2, {"engine": "deepspeed", "deepspeed__zero_stage": 2}),
     "pp2_ep2": (4, {"parallel__pipeline": 2, "parallel__expert": 2}),
 }
 
@@ -123,6 +126,8 @@ def test_a_token_counts_the_same_wherever_it_lies(
 ) -> None:
     """Rows differ in how many of their tokens are trained on; loss and gradients are those of one rank all the same."""
     world_size, changes = LAYOUTS[name]
+    if name == "deepspeed":
+        pytest.importorskip("deepspeed", reason="deepspeed is not installed: pip install -e '.[deepspeed]'")
     results = pool.run(fine_tune, world_size, chat_recipe(folder, tmp_path, **changes))
     assert [code for code, _ in results] == [0] * world_size, results[0][0]
     ours, one_rank = lines(tmp_path, "train"), lines(clean[0], "train")
