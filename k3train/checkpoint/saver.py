@@ -258,7 +258,7 @@ class Saver:
         own = self.belongings
         return {
             "state": state.to_dict(),
-            "guards": guards,
+            "guards": json.loads(json.dumps(guards)),  # as they are now: the next steps change them
             "rng": rng.layout(),
             "config": own.config,
             "wandb_run_id": own.run_id,

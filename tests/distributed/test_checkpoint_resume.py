@@ -318,6 +318,42 @@ def test_what_guards_remember_and_who_wrote_it_is_kept(pool: Any, corpus: Path, 
     assert marker["rng"]["world"] == 2
 
 
+def counting(rank: int, world_size: int, recipe: dict[str, Any]) -> int:
+    """Train on a slow disk; the loop's guards count the steps."""
+    import time
+
+    from k3train.checkpoint import writing
+    from k3train.config.load import recipe_from_dict
+    from k3train.platform import Platform
+    from k3train.stages.pretrain import PretrainStage
+    from k3train.train import loop
+
+    class Counting(loop.Trainer):
+        def _step(self, steps: Any) -> None:
+            super()._step(steps)
+            self.guards.setdefault("seen", []).append(self.state.step)
+
+    plain = writing.Writing._write
+
+    def slow(self: writing.Writing) -> None:
+        time.sleep(2.0)
+        plain(self)
+
+    writing.Writing._write = slow
+    here = Platform("cpu", torch.device("cpu"), "gloo", rank, rank, world_size)
+    try:
+        return loop.run_training(recipe_from_dict(recipe), PretrainStage, here, trainer=Counting)
+    finally:
+        writing.Writing._write = plain
+
+
+def test_guards_are_saved_as_they_were_when_the_save_began(pool: Any, corpus: Path, tmp_path: Path) -> None:
+    recipe = small_recipe(corpus, tmp_path, **{**EVERY, "checkpoint__interval": 3}, checkpoint__async_save=True)
+    assert pool.run(counting, 1, recipe) == [0]
+    markers = [directory.read_marker(path) for _, path in directory.committed(tmp_path / "checkpoints")]
+    assert [marker["guards"]["seen"] for marker in markers] == [[1, 2, 3], [1, 2, 3, 4]]
+
+
 def reading(rank: int, world_size: int, recipe: dict[str, Any], stop_at: int) -> list[list[tuple[int, ...]]]:
     """The samples that this rank trains on, step by step."""
     from k3train.config.load import recipe_from_dict
