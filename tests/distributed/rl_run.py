@@ -8,7 +8,22 @@ from typing import Any
 
 from small_run import small_recipe
 
+from k3train.rl.environments import Environment, Step
+
 VOCAB = 304
+
+
+class Letters(Environment):
+    """Worth the share of ASCII letters in what was written, which is reported; with `chance`, nothing but chance."""
+
+    def __init__(self, reward: Any, chance: bool = False) -> None:
+        super().__init__(reward)
+        self.chance = chance
+
+    def step(self, task: Any, turns: Any, seed: int) -> Step:
+        text = turns[-1].thinking + turns[-1].response
+        share = sum(c.isascii() and c.isalpha() for c in text) / max(1, len(text))
+        return Step(float(seed % 2) if self.chance else share, info={"letters": share})
 
 
 def make_tasks(folder: Path) -> Path:

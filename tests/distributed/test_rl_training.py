@@ -131,6 +131,34 @@ def test_experts_of_the_rollout_are_replayed(pool: Any, tasks: Path, tmp_path: P
     assert differences[True]["rollout_logprob_difference"] < differences[False]["rollout_logprob_difference"]
 
 
+@pytest.mark.parametrize(
+    ("objective", "chance"),
+    [
+        ({}, False),
+        ({}, True),
+        ({"surrogate": "ppo", "clip_low": 0.8, "clip_high": 1.2, "baseline": "group_norm"}, False),
+        ({"surrogate": "reinforce", "baseline": "leave_one_out", "regularizer": 0.0}, False),
+    ],
+    ids=["k25", "k25 by chance", "grpo", "rloo"],
+)
+def test_a_reward_is_learned_and_noise_is_not(
+    pool: Any, tasks: Path, tmp_path: Path, objective: dict[str, Any], chance: bool
+) -> None:
+    """A model of random weights learns to write letters where they are rewarded, and does not where chance is."""
+    source = {"name": "rl_run:Letters", "tasks": str(tasks / "tasks.jsonl"), "options": {"chance": chance}}
+    changes = {"train__steps": 14, "train__eval_interval": 0, "rl__eval_tasks": None, "rl__objective": objective}
+    recipe = rl_recipe(tasks, tmp_path, **changes, rl__environments=[source])
+    recipe["optim"] |= {"lr": 1e-2, "min_lr": 1e-2}
+    ((code, _),) = pool.run(train_rl, 1, recipe)
+    assert code == 0, code
+    letters = [line["letters"] for line in steps(tmp_path)]
+    before, after = sum(letters[:3]) / 3, sum(letters[-3:]) / 3
+    if chance:
+        assert abs(after - before) < 0.15, letters
+    else:
+        assert after > before + 0.2, letters
+
+
 @pytest.fixture
 def server(tasks: Path, tmp_path: Path, single_rank: None) -> Iterator[Any]:
     """A completion server in this process, with the run's architecture and other weights."""
