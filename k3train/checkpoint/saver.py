@@ -169,7 +169,9 @@ class Saver:
             )
         return True
 
-    def _begin(self, state: TrainState, guards: dict[str, Any], stage: dict[str, Any] | None, in_thread: bool) -> None:
+    def _begin(
+        self, state: TrainState, guards: dict[str, Any], stage: dict[str, Any] | None, in_thread: bool
+    ) -> None:
         started = time.perf_counter()
         attempt = new_attempt()
         partial = directory.partial_of(self.root, state.step, attempt)
