@@ -17,6 +17,7 @@ from k3train.telemetry.dashboard import SECTIONS
 from k3train.telemetry.metrics_log import read_metrics
 from k3train.telemetry.wandb_sink import panel_metrics
 
+POLICY = [{"match": r".*q_b_proj\.weight", "optimizer": "muon"}, {"match": ".*", "optimizer": "adamw"}]
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -97,7 +98,7 @@ def test_a_verdict_is_the_same_on_all_ranks(pool: Any) -> None:
 def test_the_dashboard_names_what_a_run_logs(pool: Any, corpus: Path, tmp_path: Path) -> None:
     import re
 
-    optim = {"name": "muon", "policy": [{"match": ".*q_proj.weight"}], "qk_clip": {"enabled": True}}
+    optim = {"name": "muon", "policy": POLICY, "qk_clip": {"enabled": True}}
     recipe = small_recipe(corpus, tmp_path, optim=optim, guards__min_history=2, train__steps=4)
     assert [code for code, _ in pool.run(train, 2, recipe)] == [0, 0]
     logged: set[str] = set()

@@ -12,7 +12,8 @@ import pytest
 import torch
 from small_run import lines, make_corpus, small_recipe, train
 
-MUON = {"name": "muon", "policy": [{"match": r".*proj\.weight", "optimizer": "muon"}], "qk_clip": {"enabled": True}}
+POLICY = [{"match": r".*q_b_proj\.weight", "optimizer": "muon"}, {"match": ".*", "optimizer": "adamw"}]
+MUON = {"name": "muon", "policy": POLICY, "qk_clip": {"enabled": True}}
 
 
 @pytest.fixture(scope="module")
@@ -22,13 +23,14 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def digest(trainer: Any) -> dict[str, str]:
     """Hashes of everything a step may change on this rank: weights, router biases, main weights, moments, schedule."""
+    from k3train.checkpoint.store import current_parameters
     from k3train.optim.sharded import main_shards, named_parts
 
+    with current_parameters(trainer.models):  # those that are gathered late
+        held = [(n, v.clone()) for m in trainer.models for n, v in m.module.state_dict().items() if v is not None]
     parts: dict[str, list[torch.Tensor]] = {"weights": [], "bias": [], "main": [], "moments": []}
-    for model in trainer.models:
-        for name, value in model.module.state_dict().items():
-            if isinstance(value, torch.Tensor):
-                parts["bias" if name.endswith("selection_bias") else "weights"].append(value)
+    for name, value in held:
+        parts["bias" if name.endswith("selection_bias") else "weights"].append(value)
     for part in named_parts(trainer.optimizer).values():
         for shard in main_shards(part):
             parts["main"].append(shard.main)
