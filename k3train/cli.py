@@ -150,6 +150,11 @@ def _eval_arguments(parser: argparse.ArgumentParser) -> None:
     _reading_arguments(parser)
 
 
+def _report_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("directory", metavar="RUN", help="the directory of a run")
+    parser.add_argument("--out", metavar="FILE.html", help="default: RUN/report.html")
+
+
 def _import_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--hf", required=True, metavar="DIR", help="a published Kimi K3 or Kimi Linear folder")
     parser.add_argument("--out", required=True, metavar="CKPT", help="the checkpoint to make")
@@ -182,6 +187,11 @@ VERBS: dict[str, tuple[str, str, Callable[[argparse.ArgumentParser], None]]] = {
     "export": ("make a Hugging Face folder of a checkpoint", "k3train.hf.export_cli", _export_arguments),
     "convert": ("a checkpoint from one engine to the other", "k3train.engine.convert", _convert_arguments),
     "inspect": ("step, tokens, layout, sizes and health", "k3train.checkpoint.inspect", _inspect_arguments),
+    "report": (
+        "one HTML page of a run: curves, balance, guards, events",
+        "k3train.telemetry.report",
+        _report_arguments,
+    ),
 }
 
 

@@ -156,9 +156,10 @@ def load(
         wanted["rng"] = rng.sharded({})
     loaded = _load(wanted, path)
     _load_model_state(models, loaded)
-    for name, part in named_parts(optimizer).items():
-        _load_optimizer_part(part, loaded["optimizer"][name], state.step)
     schedule.load_state_dict(loaded["schedule"])
+    for name, part in named_parts(optimizer).items():
+        # Updates that were made: a guard may have skipped steps.
+        _load_optimizer_part(part, loaded["optimizer"][name], schedule.num_steps)
     return state, loaded.get("rng")
 
 

@@ -20,6 +20,7 @@ from omegaconf.errors import (
     ValidationError,
 )
 
+from k3train.config.guards import FaultConfig
 from k3train.config.keys import closest, default_of, expected, leaf_types, sections
 from k3train.config.schema import CorpusConfig, PolicyRule
 from k3train.errors import UserError
@@ -31,6 +32,7 @@ _ITEMS = {
         "a corpus of data.train or data.valid",
         "'data.train=[{path: PREFIX, weight: 1.0}]'",
     ),
+    FaultConfig: ("faults[0]", "a fault of faults", "'faults=[{kind: kill, step: 5, rank: 0}]'"),
     PolicyRule: ("optim.policy[0]", "a rule of optim.policy", "'optim.policy=[{match: PATTERN, optimizer: adamw}]'"),
 }
 

@@ -9,6 +9,7 @@ from dataclasses import MISSING, Field, fields, is_dataclass
 from functools import cache
 from typing import Any, get_args, get_origin, get_type_hints
 
+from k3train.config.guards import FaultConfig
 from k3train.config.schema import CorpusConfig, PolicyRule, RecipeConfig
 
 _WORDS = {
@@ -24,7 +25,8 @@ _WORDS = {
     "list[float]": "a list of numbers such as [0.9,0.95]",
     "list[str]": "a list of texts such as [a,b]",
 }
-_ITEMS = {"data.train": CorpusConfig, "data.valid": CorpusConfig, "optim.policy": PolicyRule}
+_ITEMS = {"data.train": CorpusConfig, "data.valid": CorpusConfig, "optim.policy": PolicyRule, "faults": FaultConfig}
+_EXAMPLES = {"optim.policy": "{match: '.*', optimizer: adamw}", "faults": "{kind: kill, step: 5, rank: 0}"}
 
 # What Megatron-LM, torchtitan, Hugging Face's Trainer, people and earlier versions call these keys.
 _OTHER_NAMES = {
@@ -105,7 +107,7 @@ def expected(key: str) -> str:
     spelled = leaf_types().get(plain)
     if spelled is None:
         return "a group of keys" if plain in sections() else "a value of the schema's type"
-    example = "{match: '.*', optimizer: adamw}" if plain == "optim.policy" else "{path: data/demo/train, weight: 1.0}"
+    example = _EXAMPLES.get(plain, "{path: data/demo/train, weight: 1.0}")
     return _WORDS.get(spelled, f"a list of mappings such as [{example}]")
 
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from k3train.config.deepspeed import DeepSpeedConfig
+from k3train.config.guards import FaultConfig, GuardsConfig
 from k3train.config.lora import LoRAConfig
 from k3train.config.model import ModelConfig
 from k3train.config.quant import QuantConfig
@@ -164,6 +165,7 @@ class WandbConfig:
     entity: str | None = None
     group: str | None = None
     tags: list[str] = field(default_factory=list)
+    log_checkpoints: bool = False  # each as an artifact that refers to its directory; nothing is uploaded
 
 
 @dataclass
@@ -204,6 +206,8 @@ class RecipeConfig:
     train: TrainConfig = field(default_factory=TrainConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     telemetry: TelemetryConfig = field(default_factory=TelemetryConfig)
+    guards: GuardsConfig = field(default_factory=GuardsConfig)
+    faults: list[FaultConfig] = field(default_factory=list)  # rehearsals; empty in every real run
 
 
 def to_plain(config: Any) -> dict[str, Any]:

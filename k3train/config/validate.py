@@ -7,6 +7,7 @@ from k3train.config.parameters import parameter_count
 from k3train.config.quant import policy_in_force
 from k3train.config.rules import check_range
 from k3train.config.rules_engine import check_engine, check_installed
+from k3train.config.rules_guards import check_guards
 from k3train.config.rules_model import check_model
 from k3train.config.rules_parallel import check_parallel, least_world_size
 from k3train.config.rules_quant import resolve_quant_backend
@@ -31,6 +32,7 @@ def validate(config: RecipeConfig, world_size: int | None = None) -> None:
     check_model(config)
     check_run(config)
     check_engine(config)
+    check_guards(config, world_size)
     _validate_parallel(config, world_size)
 
 

@@ -24,6 +24,7 @@ from k3train.optim.sharded import (
     main_shards,
     named_parts,
 )
+from k3train.optim.two_phase import TwoPhaseOptimizer, in_two_phases
 
 __all__ = ["allocate_state", "build_optimizer", "build_schedule", "named_parts", "wrap_data_parallel"]
 
@@ -47,7 +48,7 @@ def wrap_data_parallel(
 
 def build_optimizer(
     optim: OptimConfig, models: list[DistributedDataParallel], parallel: ParallelConfig, precision: str
-) -> MegatronOptimizer:
+) -> TwoPhaseOptimizer:
     """Fp32 main parameters and moments, sharded over data-parallel ranks (ZeRO-1) where asked. All ranks take part.
 
     Raises:
@@ -75,7 +76,7 @@ def build_optimizer(
             _install_muon(part, optim, treatments)
         elif isinstance(part, DistributedOptimizer) and isinstance(part.optimizer, torch.optim.AdamW):
             part.__class__ = TorchAdamDistributedOptimizer
-    return optimizer
+    return in_two_phases(optimizer)
 
 
 def _group_overrides(optim: OptimConfig, treatments: Treatments, precision: str) -> dict[ParamKey, ParamGroupOverride]:

@@ -65,8 +65,10 @@ def gather_sequence(logits: torch.Tensor) -> torch.Tensor:
 
 
 @torch.no_grad()
-def update_router_bias(models: Iterable[torch.nn.Module]) -> dict[int, LayerBalance]:
+def update_router_bias(models: Iterable[torch.nn.Module], keep: bool = False) -> dict[int, LayerBalance]:
     """Set the next step's biases from this step's statistics; clear those. Once a step, on every rank.
+
+    With `keep`, as for a step that is skipped, the biases stay as they are.
 
     One integer all-reduce a round carries all layers of a rank over the tensor, data and context parallel ranks, which
     hold the same layers and disjoint tokens. Integer sums do not depend on their order, so every rank and every layout
@@ -78,16 +80,17 @@ def update_router_bias(models: Iterable[torch.nn.Module]) -> dict[int, LayerBala
         return {}
     group = parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True)
     loads: list[torch.Tensor] = []
-    for round_index in range(max(router.rounds for router in routers)):
+    for round_index in range(1 if keep else max(router.rounds for router in routers)):
         pooled = _pool([router.statistics(round_index) for router in routers], group)
         loads = loads or [tokens for tokens, _ in pooled]
-        for router, (tokens, histogram) in zip(routers, pooled):
+        for router, (tokens, histogram) in zip(routers if not keep else (), pooled):
             if router.collects_statistics and not router.gathers_scores and not router.averages_bias:
                 router.set_bias(round_index, tokens, histogram)
-    for router in routers:
-        if router.gathers_scores and router.kept_scores:
-            router.set_bias_exactly(_gather_rows(torch.cat(router.kept_scores), group))
-    _average_biases([router for router in routers if router.averages_bias and router.micro_batch_biases], group)
+    if not keep:
+        for router in routers:
+            if router.gathers_scores and router.kept_scores:
+                router.set_bias_exactly(_gather_rows(torch.cat(router.kept_scores), group))
+        _average_biases([router for router in routers if router.averages_bias and router.micro_batch_biases], group)
     balance = {}
     for router, tokens in zip(routers, loads):
         router.reset_statistics()

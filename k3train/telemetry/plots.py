@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -39,9 +39,14 @@ class Curves:
     last_bits_per_byte: float | None = None
 
 
-def _number(value: object) -> float:
-    # An infinity has no place on an axis: it shows as a gap, like NaN.
+def number(value: object) -> float:
+    """A finite number, or NaN: an infinity has no place on an axis, and shows as a gap."""
     return float(value) if isinstance(value, int | float) and math.isfinite(value) else math.nan
+
+
+def mapping(value: object) -> dict[str, Any]:
+    """The value where it is a mapping; a damaged line may hold anything."""
+    return value if isinstance(value, dict) else {}
 
 
 def load_curves(run_dir: Path) -> Curves:
@@ -51,16 +56,17 @@ def load_curves(run_dir: Path) -> Curves:
     }
     eval_step, eval_loss, bits_per_byte = [], [], None
     for record in read_metrics(run_dir):
-        if record["kind"] == "train":
+        if record.get("kind") == "train":
             for name in ("step", "loss", "grad_norm", "lr", "tokens_per_second"):
-                columns[name].append(_number(record.get(name)))
-            violation = (record.get("balance") or {}).get("max_violation") or {}
+                columns[name].append(number(record.get(name)))
+            per_layer = mapping(mapping(record.get("balance")).get("max_violation"))
+            violation = {layer: number(value) for layer, value in per_layer.items()}
             worst = worst_layer(violation)
-            columns["worst"].append(_number(worst[1]) if worst else math.nan)
-            columns["mean"].append(_number(sum(violation.values()) / len(violation)) if worst else math.nan)
-        elif record["kind"] == "eval" and record.get("loss") is not None:
-            eval_step.append(_number(record["step"]))
-            eval_loss.append(_number(record["loss"]))
+            columns["worst"].append(worst[1] if worst else math.nan)
+            columns["mean"].append(number(sum(violation.values()) / len(violation)) if worst else math.nan)
+        elif record.get("kind") == "eval" and record.get("loss") is not None:
+            eval_step.append(number(record["step"]))
+            eval_loss.append(number(record["loss"]))
             bits_per_byte = record.get("bits_per_byte", bits_per_byte)
     arrays = {name: np.array(values, dtype=float) for name, values in columns.items()}
     return Curves(
@@ -94,9 +100,9 @@ def load_experts(run_dir: Path) -> ExpertLoad | None:
     records: list[tuple[int, dict[str, list[float]]]] = []
     balance: dict[str, dict[str, float]] = {}
     for record in read_metrics(run_dir, "train"):
-        if record.get("tokens_per_expert"):
+        if mapping(record.get("tokens_per_expert")):
             records = [*records, (record["step"], record["tokens_per_expert"])][-EXPERT_RECORDS:]
-            balance = record.get("balance") or {}
+            balance = mapping(record.get("balance"))
     if not records:
         return None
     layers = sorted({int(layer) for _, counts in records for layer in counts})
@@ -108,8 +114,8 @@ def load_experts(run_dir: Path) -> ExpertLoad | None:
         load[index, : len(total)] = total / total.mean() if total.sum() > 0 else 0.0
 
     def per_layer(name: str) -> np.ndarray:
-        values = balance.get(name) or {}
-        return np.array([_number(values.get(str(layer))) for layer in layers])
+        values = mapping(balance.get(name))
+        return np.array([number(values.get(str(layer))) for layer in layers])
 
     dead, spread = per_layer("dead_fraction"), per_layer("bias_spread")
     return ExpertLoad(layers, load, records[0][0], records[-1][0], dead, spread)
@@ -130,7 +136,8 @@ def smooth(values: np.ndarray, window: int) -> np.ndarray:
         return np.where(valid, (total[high] - total[low]) / (count[high] - count[low]), np.nan)
 
 
-def _style(axes: Axes, title: str) -> None:
+def style(axes: Axes, title: str) -> None:
+    """What all our axes look like."""
     axes.set_title(title, loc="left", fontsize=12, fontweight="bold")
     axes.grid(True, color="#e6e8eb", linewidth=0.8)
     axes.set_axisbelow(True)
@@ -153,7 +160,7 @@ def curves_figure(curves: Curves, title: str) -> Figure:
     figure.suptitle(title, fontsize=14, x=0.01, ha="left")
     window = max(1, len(curves.step) // 50)
 
-    _style(loss, "Loss (nats per token)")
+    style(loss, "Loss (nats per token)")
     loss.plot(curves.step, curves.loss, color=_BLUE, alpha=0.35, linewidth=1)
     loss.plot(curves.step, smooth(curves.loss, window), color=_BLUE, linewidth=2, label="train")
     if len(curves.eval_step):
@@ -162,7 +169,7 @@ def curves_figure(curves: Curves, title: str) -> Figure:
         loss.plot(curves.eval_step, curves.eval_loss, "o-", color=_ORANGE, markersize=5, linewidth=1.5, label=label)
     loss.legend(fontsize=11, frameon=False)
 
-    _style(balance, "Expert balance: max load / mean load - 1")
+    style(balance, "Expert balance: max load / mean load - 1")
     if np.isfinite(curves.worst_violation).any():
         balance.plot(curves.step, curves.worst_violation, color=_ORANGE, linewidth=1.3, label="worst layer")
         balance.plot(curves.step, curves.mean_violation, color=_BLUE, linewidth=1.5, label="mean of layers")
@@ -171,13 +178,13 @@ def curves_figure(curves: Curves, title: str) -> Figure:
     else:
         balance.text(0.5, 0.5, "no experts", transform=balance.transAxes, ha="center", color=_GREY)
 
-    _style(speed, "Throughput (tokens/s)")
+    style(speed, "Throughput (tokens/s)")
     speed.plot(curves.step, curves.tokens_per_second, color=_BLUE, alpha=0.35, linewidth=1)
     speed.plot(curves.step, smooth(curves.tokens_per_second, window), color=_BLUE, linewidth=1.8)
     speed.set_ylim(bottom=0)
     speed.yaxis.set_major_formatter(EngFormatter())
 
-    _style(gradient, "Gradient norm (before clipping)")
+    style(gradient, "Gradient norm (before clipping)")
     gradient.plot(curves.step, curves.grad_norm, color=_BLUE, linewidth=1.2)
     positive = curves.grad_norm[np.isfinite(curves.grad_norm) & (curves.grad_norm > 0)]
     if len(positive) and positive.max() / positive.min() > 30:
@@ -185,7 +192,7 @@ def curves_figure(curves: Curves, title: str) -> Figure:
     else:
         gradient.set_ylim(bottom=0)
 
-    _style(rate, "Learning rate")
+    style(rate, "Learning rate")
     rate.plot(curves.step, curves.lr, color=_BLUE, linewidth=1.8)
     rate.set_ylim(bottom=0)
     for axes in (loss, balance, speed, gradient, rate):

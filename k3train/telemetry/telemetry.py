@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -89,8 +90,7 @@ class Telemetry:
         self._step = int(metrics["step"])
         self._log.write("train", self._step, metrics)
         self._console.step(metrics)
-        if self._sink is not None:
-            self._sink.log(self._step, _plain(metrics), "train")
+        self._send("record a step", lambda sink: sink.log(self._step, _plain(metrics), "train"))
 
     def evaluation(self, metrics: dict[str, Any]) -> None:
         """Record a held-out evaluation: loss (nats per token), perplexity, bits_per_byte, eval_time (s)."""
@@ -99,8 +99,7 @@ class Telemetry:
         step = int(metrics.get("step", self._step))
         self._log.write("eval", step, metrics)
         self._console.message(_evaluation_text(step, metrics))
-        if self._sink is not None:
-            self._sink.log(step, _plain(metrics), "eval")
+        self._send("record an evaluation", lambda sink: sink.log(step, _plain(metrics), "eval"))
 
     def table(self, name: str, step: int, rows: list[dict[str, Any]]) -> None:
         """Add rows, all with the same keys, to `NAME.jsonl` in the run directory, and show them as a table in W&B."""
@@ -108,8 +107,7 @@ class Telemetry:
             return
         with (self.run_dir / f"{name}.jsonl").open("a", encoding="utf-8") as file:
             file.writelines(json.dumps(to_jsonable(row), ensure_ascii=False) + "\n" for row in rows)
-        if self._sink is not None:
-            self._sink.table(step, name, rows)
+        self._send("record a table", lambda sink: sink.table(step, name, rows))
 
     def event(self, text: str, level: str = "info", **fields: Any) -> None:
         """Say something once: a repeat of the same text is only counted, and the count is told at the end.
@@ -126,8 +124,27 @@ class Telemetry:
             return
         self._log.write("event", self._step, {**fields, "level": level, "text": text})
         self._console.message(f"WARNING: {text}" if level == "warning" else text)
-        if self._sink is not None:
-            self._sink.event(self._step, text, level)
+        self._send("record an event", lambda sink: sink.event(self._step, text, level))
+
+    def alert(self, text: str, **fields: Any) -> None:
+        """A warning that somebody should hear of now: an event, and a W&B alert."""
+        self.event(text, "warning", **fields)
+        self._send("send an alert", lambda sink: sink.alert(text))
+
+    def checkpoint(self, path: Path, step: int) -> None:
+        """A checkpoint was committed."""
+        self._send("record a checkpoint", lambda sink: sink.checkpoint(path, step))
+
+    def _send(self, what: str, call: Callable[[WandbSink], None]) -> None:
+        """Tell the sink. It guards W&B's failures itself; none of ours may end the training either."""
+        if self._sink is None:
+            return
+        try:
+            call(self._sink)
+        except Exception as error:
+            self._sink = None
+            reason = f"{type(error).__name__}: {error}"
+            self.event(f"the W&B sink failed to {what} ({reason}); training goes on without it", "warning")
 
     def finish(self, status: str) -> list[Path]:
         """Draw the pictures, close everything and return the pictures' paths.
@@ -148,8 +165,7 @@ class Telemetry:
         for text, times in list(self._said.items()):
             if times > 1:
                 self.event(f"said {times} times: {text}")
-        if self._sink is not None:
-            self._sink.finish(status, pictures, self._step)
+        self._send("finish", lambda sink: sink.finish(status, pictures, self._step))
         self.event(f"run {status} at step {self._step}", status=status)
         self._console.close()
         self._log.close()

@@ -218,6 +218,26 @@ class WandbSink:
         if step > self._last_sent_step:
             self._log(step, {f"events/{level}": text})
 
+    def checkpoint(self, path: Path, step: int) -> None:
+        """Record a committed checkpoint as an artifact that refers to its directory, where that is asked for."""
+        if self._run is None or not self._settings.log_checkpoints:
+            return
+
+        def send() -> None:
+            import wandb
+
+            artifact = wandb.Artifact(f"checkpoint-{self._run_id}", type="model", metadata={"step": step})
+            # Without a checksum W&B neither reads nor copies the files.
+            artifact.add_reference(path.resolve().as_uri(), name=path.name, checksum=False)
+            self._run.log_artifact(artifact, aliases=["latest", f"step-{step}"])
+
+        self._guard("record a checkpoint", send)
+
+    def alert(self, text: str) -> None:
+        """Notify whoever watches the run in W&B (mail, Slack: as they have set it there)."""
+        if self._run is not None:
+            self._guard("send an alert", lambda: self._run.alert(title="k3train", text=text, level="WARN"))
+
     def finish(self, status: str, pictures: list[Path], step: int) -> None:
         """Send the pictures, close the run. `status` other than "finished" marks it failed."""
         if self._run is None:
@@ -273,7 +293,10 @@ class WandbSink:
                 x_disable_machine_info=mode == "offline",
             ),
         )
+        resumed = run.starting_step > 0 or self._last_sent_step >= 0
         self._last_sent_step = max(self._last_sent_step, run.starting_step - 1)
+        if resumed:  # the recipe may have changed where it may: layout, guards, telemetry
+            run.config.update(self._config, allow_val_change=True)
         run.define_metric("step", hidden=True)
         run.define_metric("*", step_metric="step")
         return run

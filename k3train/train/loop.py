@@ -7,12 +7,13 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from k3train.checkpoint import directory
 from k3train.config.schema import RecipeConfig
-from k3train.errors import UserError
 from k3train.model.build import start_model_parallel
 from k3train.optim.qk_clip import QKClip
 from k3train.optim.schedule import base_rate
@@ -20,13 +21,17 @@ from k3train.parallel.balance import update_router_bias
 from k3train.platform import Platform
 from k3train.telemetry.telemetry import Telemetry
 from k3train.telemetry.timers import PhaseTimers
-from k3train.train import hooks, startup
+from k3train.train import hooks, rollback, startup
 from k3train.train.engine import build_engine
+from k3train.train.faults import Faults
+from k3train.train.guards import Guards, Verdict
 from k3train.train.metrics import Throughput, balance_metrics, gather_balance, memory_bytes
 from k3train.train.quantization import tell_quantization
 from k3train.train.resume import find_origin
 from k3train.train.signals import StopFlag, exit_code
 from k3train.train.stage import Batch, Stage
+from k3train.train.stragglers import Stragglers
+from k3train.train.watchdog import Watchdog, hang_seconds
 
 
 def run_training(
@@ -63,13 +68,18 @@ class Trainer:
         self.qk_clip = QKClip(config.optim.qk_clip, self.models, self.optimizer, layers, here.device)
         self.origin = find_origin(config, run_dir, engine, stage.fingerprint)
         self.state = replace(self.origin.state)
-        self.guards = self.origin.guards  # JSON, kept in checkpoints
         self.timers = PhaseTimers(here.device)
         self.throughput = Throughput.of(config, here)
         self.telemetry: Telemetry = startup.open_telemetry(config, run_dir, here, self.origin)
         self.saver = startup.open_saver(config, run_dir, self.telemetry, engine, stage.fingerprint, self.state.step)
         self.held_out: list[dict[str, float]] = []  # evaluations of this process
         self.flag_raised = 0  # the stop signal that all ranks agreed on after the last step
+        self.save_now = False  # after a rollback
+        self._own_seconds = 0.0  # of the last step, until this rank's gradients were ready
+        self.guards = Guards(config.guards, here.device, self.origin.guards)
+        self.stragglers = Stragglers(config.guards)
+        self.faults = Faults(config.faults, run_dir, here.rank, self.models)
+        self.watchdog = Watchdog(hang_seconds(config), here.rank, run_dir / "logs")
         hooks.attach(stage, self, self.origin.path)
 
     def run(self) -> int:
@@ -80,6 +90,7 @@ class Trainer:
         startup.tell_optimizer(self.telemetry, self.config, self.engine.rows, self.run_dir)
         status = "failed"
         try:
+            self.watchdog.start()
             if self.state.step == 0:
                 self._evaluate()
             steps = self.stage.training_steps(self.state.consumed_samples)
@@ -92,6 +103,7 @@ class Trainer:
             status = "interrupted" if self.flag_raised else "finished"
             return exit_code(self.flag_raised) if self.flag_raised else 0
         finally:
+            self.watchdog.stop()
             self.saver.abandon()  # what an error left half-written; nothing else
             pictures = self.telemetry.finish(status)
             if status == "finished":
@@ -103,28 +115,44 @@ class Trainer:
 
     def _step(self, steps: Iterator[list[Batch]]) -> None:
         started = time.perf_counter()
-        train = self.config.train
+        train, number = self.config.train, self.state.step + 1
+        self.watchdog.beat(f"step {number}")
         with self.timers.phase("data"):
             batches = next(steps)
-        self.qk_clip.begin_step(self.state.step + 1)
+        self.faults.begin_step(number)
+        self.qk_clip.begin_step(number)
         with self.timers.phase("forward_backward"):
             reports = self.runner.forward_backward(batches)
-        self._check_finite(reports["loss"], None)
-        with self.timers.phase("balance"):
-            balance = gather_balance(update_router_bias(self.models), self.config, self.here.device)
+        self._own_seconds = getattr(self.runner, "ready_at", time.perf_counter()) - started
+        loss = reports["loss"]
         with self.timers.phase("optimizer"):
-            self.schedule.step(increment=1)
-            clipped = self.qk_clip.pool(self.state.step + 1)
-            _, grad_norm, _ = self.optimizer.step()
-            self.optimizer.zero_grad()
+            # DeepSpeed's step cannot be taken in halves: there the guards look at it when it is done.
+            in_halves = hasattr(self.optimizer, "prepare")
+            grad_norm = self.optimizer.prepare() if in_halves else None
+        verdict = self.guards.judge(loss, grad_norm) if in_halves else Verdict()
+        rollback.tell(self, verdict, number, loss, grad_norm)
+        with self.timers.phase("balance"):
+            local = update_router_bias(self.models, keep=not verdict.applies)
+            balance = gather_balance(local, self.config, self.here.device)
+        clipped: dict[str, Any] = {}
+        with self.timers.phase("optimizer"):
+            if verdict.applies:
+                clipped, grad_norm = self._update(number)
+            else:
+                self.optimizer.discard()
+        if not in_halves:
+            verdict = self.guards.judge(loss, grad_norm)
+            rollback.tell(self, verdict, number, loss, grad_norm)
+        self.guards.count(verdict, loss, grad_norm)
         length = batches[0]["tokens"].shape[1]  # a stage may fill a step with shorter rows
         self.state.advance(train.global_batch_size, length)
         peak_memory = self._agree()
+        after = self.guards.judge_balance(balance)
         metrics = {
-            "step": self.state.step,
+            "step": number,
             "tokens": self.state.tokens,
             **reports,
-            "grad_norm": None if grad_norm is None else float(grad_norm),
+            "grad_norm": grad_norm,
             "lr": base_rate(self.schedule),
             **clipped,
             **self.throughput.metrics(time.perf_counter() - started, length / train.seq_length),
@@ -132,35 +160,39 @@ class Trainer:
             "pipeline_bytes": self.runner.pipeline_bytes,
             "paths": self.paths,
             "timings": self.timers.collect(),
+            "ranks": self.stragglers.metrics,
+            **self.guards.metrics(verdict),
         }
         interval = train.log_expert_load_interval
         metrics.update(hooks.step_metrics(self.stage, metrics["step_time"]))
         metrics.update(balance_metrics(balance, with_load=interval > 0 and self._due(interval)))
         self.telemetry.step(metrics)
-        self._check_finite(reports["loss"], grad_norm)
+        rollback.tell(self, after, number, loss, grad_norm)
+        self.save_now = rollback.follow(self, verdict, after)
+
+    def _update(self, number: int) -> tuple[dict[str, Any], float]:
+        """Change the weights; returns metrics of the clipping of logits, and the gradient norm."""
+        self.schedule.step(increment=1)
+        clipped = self.qk_clip.pool(number)
+        _, grad_norm, _ = self.optimizer.step()
+        self.optimizer.zero_grad()
+        return clipped, float(grad_norm)
 
     def _agree(self) -> int:
-        """Share peak memory and stop requests, so that every rank stops after the same step."""
-        shared = torch.tensor([memory_bytes(self.here.device), self.flag.signal], device=self.here.device)
-        dist.all_reduce(shared, op=dist.ReduceOp.MAX)
-        self.flag_raised = int(shared[1])
-        return int(shared[0])
-
-    def _check_finite(self, loss: float, grad_norm: float | None) -> None:
-        """Stop every rank on a loss or gradient that is not a number: both values are the same on all of them."""
-        for name, value in (("loss", loss), ("grad_norm", grad_norm)):
-            if value is None or math.isfinite(value):
-                continue
-            self.saver.settle()
-            saved = f"step {self.saver.last_committed}" if self.saver.last_committed > 0 else "no step"
-            text = (
-                f"{name}={value} is not finite, so the run ends; {saved} is saved. Try a lower optim.lr than "
-                f"{self.config.optim.lr} in another run.dir, or look at the data of this step"
-            )
-            self.telemetry.event(f"step {self.state.step + (name == 'loss')}: {text}", "warning", **{name: value})
-            raise UserError(f"Run {self.config.run.name}: {text}")
+        """Share peak memory, stop requests and own times, so that every rank stops after the same step."""
+        device = self.here.device
+        mine = [memory_bytes(device), self.flag.signal, self._own_seconds]
+        shared = torch.empty(self.here.world_size * len(mine), dtype=torch.float64, device=device)
+        dist.all_gather_into_tensor(shared, torch.tensor(mine, dtype=torch.float64, device=device))
+        memory, signals, own = shared.view(-1, len(mine)).T.tolist()
+        self.flag_raised = int(max(signals))
+        told = self.stragglers.look(self.state.step, own)
+        if told is not None:
+            self.telemetry.alert(told, rank=self.stragglers.metrics["slowest"])
+        return int(max(memory))
 
     def _evaluate(self) -> None:
+        self.watchdog.beat(f"the evaluation after step {self.state.step}")
         if (own := hooks.evaluation(self.stage)) is not None:
             self.telemetry.evaluation({"step": self.state.step, **own})
             return
@@ -179,9 +211,21 @@ class Trainer:
 
     def _save(self) -> None:
         """Save where that is due, or go on with a checkpoint that is being written."""
-        last = self.state.step == self.config.train.steps or bool(self.flag_raised)
+        step, before = self.state.step, self.saver.last_committed
+        last = step == self.config.train.steps or bool(self.flag_raised)
         with self.timers.phase("checkpoint"):
-            if last or self.saver.is_due(self.state.step):
-                self.saver.save(self.state, self.guards, last=last, stage=hooks.state_of(self.stage))
+            if last or self.save_now or self.saver.is_due(step):
+                self.watchdog.beat(f"the checkpoint of step {step}")
+                with self.faults.saving(step):
+                    kept = self.guards.state.to_dict()
+                    self.saver.save(self.state, kept, last=last, stage=hooks.state_of(self.stage))
+                    if self.faults.break_saves:
+                        self.saver.settle()
             else:
                 self.saver.poll()
+        self.save_now = False
+        committed = self.saver.last_committed
+        if committed != before:
+            path = directory.directory_of(self.saver.root, committed)
+            self.telemetry.checkpoint(path, committed)
+            self.faults.saved(committed, path)

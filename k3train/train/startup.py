@@ -28,13 +28,14 @@ from k3train.telemetry.metrics_log import read_metrics
 from k3train.telemetry.telemetry import Telemetry
 from k3train.telemetry.wandb_sink import WandbSettings
 from k3train.train.engine import Engine
+from k3train.train.faults import Faults
 from k3train.train.resume import Origin
 
 CONFIG_FILE = "config.yaml"
 OPTIMIZER_FILE = "optimizer.txt"
 # What may differ when a run continues: how it is shared out, shown and kept.
-_FREE_KEYS = ("run", "parallel", "telemetry", "checkpoint", "recipe_name", "data.cache_dir", "data.num_workers")
-_FREE_KEYS += ("engine", "deepspeed")
+_FREE_KEYS = ("run", "parallel", "telemetry", "checkpoint", "guards", "faults", "recipe_name")
+_FREE_KEYS += ("data.cache_dir", "data.num_workers", "engine", "deepspeed")
 _FREE_TRAIN_KEYS = ("micro_batch_size", "eval_interval", "eval_samples", "log_expert_load_interval")
 
 
@@ -233,6 +234,8 @@ def tell_start(
         telemetry.event(f"{verb} {origin.path}" + (f" at step {step}" if step else ""))
     for text in origin.notes:
         telemetry.event(text)
+    if (told := Faults.announce(config.faults)) is not None:
+        telemetry.event(told, "warning")
     if step >= config.train.steps:
         telemetry.event(
             f"nothing to do: train.steps={config.train.steps} are done; to train on from here, start another run with "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import time
 from collections.abc import Callable, Iterator
 
 import torch
@@ -37,10 +38,11 @@ class StepRunner:
         self.models = models
         self.config = config
         self.pipeline_bytes = 0  # that the ranks of this pipeline sent to each other in the last run
+        self.ready_at = 0.0  # time.perf_counter when this rank's gradients were ready to be reduced
         self.train = train
         self.stage = stage
         self.device = device
-        config.finalize_model_grads_func = finalize_model_grads
+        config.finalize_model_grads_func = self._finalize
         if models[0].ddp_config.overlap_grad_reduce:
             config.no_sync_func = models[0].no_sync if len(models) == 1 else [m.no_sync for m in models]
         self._communicator: StageCommunicator | None = None
@@ -52,6 +54,12 @@ class StepRunner:
             model.train()
             model.zero_grad_buffer()
         return self._run(batches, forward_only=False)
+
+    def _finalize(self, *args: object, **kwargs: object) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        self.ready_at = time.perf_counter()
+        finalize_model_grads(*args, **kwargs)
 
     @torch.no_grad()
     def evaluate(self, batches: list[Batch]) -> Reports:

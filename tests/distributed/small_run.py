@@ -114,5 +114,6 @@ def train(rank: int, world_size: int, recipe: dict[str, Any], signal_at: int = 0
 def lines(run_dir: Path, kind: str) -> list[dict[str, Any]]:
     """The lines of one kind in metrics.jsonl, without what a clock says."""
     clock = {"time", "tokens_per_second", "step_time", "tflops_per_second", "memory_bytes", "timings", "eval_time"}
+    clock.add("ranks")
     entries = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     return [{k: v for k, v in e.items() if k not in clock} for e in entries if e["kind"] == kind]

@@ -46,7 +46,7 @@ def again_and_on(rank: int, world_size: int, recipe: dict[str, Any], again: str,
         def run(self) -> int:
             if self.state.step:
                 root, self.saver.root, self.saver.last_committed = self.saver.root, Path(again), -1
-                self.saver.save(self.state, self.guards, last=True)
+                self.saver.save(self.state, self.guards.state.to_dict(), last=True)
                 self.saver.root = root
             return super().run()
 

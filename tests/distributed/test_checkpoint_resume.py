@@ -297,9 +297,9 @@ def guarded(rank: int, world_size: int, recipe: dict[str, Any], value: int | Non
 
     class Guarded(loop.Trainer):
         def run(self) -> int:
-            found.update(self.guards)
+            found.update(self.guards.state.to_dict())
             if value is not None:
-                self.guards["spikes"] = {"seen": value, "mean": 0.1 + 0.2}
+                self.guards.state.trips, self.guards.state.losses = {"loss_spike": value}, [0.1 + 0.2]
             return super().run()
 
     here = Platform("cpu", torch.device("cpu"), "gloo", rank, rank, world_size)
@@ -309,8 +309,11 @@ def guarded(rank: int, world_size: int, recipe: dict[str, Any], value: int | Non
 
 def test_what_guards_remember_and_who_wrote_it_is_kept(pool: Any, corpus: Path, tmp_path: Path) -> None:
     recipe = small_recipe(corpus, tmp_path, train__steps=1, **LAYERS)
-    assert pool.run(guarded, 2, recipe, 7) == [{}, {}]
-    assert pool.run(guarded, 2, recipe, None) == [{"spikes": {"seen": 7, "mean": 0.1 + 0.2}}] * 2
+    for found in pool.run(guarded, 2, recipe, 7):
+        assert (found["trips"], found["losses"], found["skipped"]) == ({}, [], 0)
+    for found in pool.run(guarded, 2, recipe, None):
+        assert found["trips"] == {"loss_spike": 7}
+        assert (found["losses"][0], len(found["losses"])) == (0.1 + 0.2, 2)
     marker = directory.read_marker(newest(tmp_path))
     assert marker["state"] == {"step": 1, "consumed_samples": 4, "tokens": 4 * 32}
     assert marker["config"]["train"]["steps"] == 1

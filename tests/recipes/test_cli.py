@@ -34,7 +34,7 @@ def started(*arguments: str, **environment: str) -> subprocess.CompletedProcess:
 def test_help_lists_verbs_and_recipes(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["--help"]) == 0
     told = capsys.readouterr().out
-    verbs = ("generate", "score", "serve", "import", "export", "inspect")
+    verbs = ("generate", "score", "serve", "import", "export", "inspect", "report")
     for word in (*verbs, "pretrain/k3-tiny", "pretrain/k3-48b", "--multirun", "torchrun"):
         assert word in told
     assert cli.main([]) == 2
