@@ -212,7 +212,9 @@ def test_a_loaded_checkpoint_is_rounded_anew() -> None:
     for seen, expected in seen_weights(first):
         assert torch.equal(seen, expected)
     with torch.no_grad():
-        first.experts[0].w2.add_(0.1)  # written to in place
+        # Written to in place, as rollouts get new weights: through what `state_dict` gives.
+        first.model.state_dict()["decoder.layers.1.moe.experts.w2"].add_(0.1)
+    assert not torch.equal(first.experts[0].w2, second.experts[0].w2)
     for seen, expected in seen_weights(first):
         assert torch.equal(seen, expected)
 
