@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from k3train.config.keys import closest
-from k3train.config.rules import check_choice, check_range, refuse, value_at
+from k3train.config.rules import check_choice, check_range, refuse
 from k3train.config.schema import RecipeConfig
 from k3train.errors import UserError
 
@@ -43,8 +43,6 @@ def check_guards(config: RecipeConfig, world_size: int | None = None) -> None:
     if config.guards.hang_minutes is not None:
         check_range(config, "guards.hang_minutes", "null", least=0)
     _check_rollback(config)
-    if config.engine == "deepspeed":
-        _check_deepspeed(config)
     for index in range(len(config.faults)):
         _check_fault(config, index, world_size)
 
@@ -70,14 +68,6 @@ def _check_rollback(config: RecipeConfig) -> None:
             f"1 to {keep}",
             f"checkpoint.keep_last={guards.rollback_checkpoints}",
         )
-
-
-def _check_deepspeed(config: RecipeConfig) -> None:
-    """DeepSpeed's step cannot be stopped half-way, so a guard can only act when it is done."""
-    for key, options in POLICIES.items():
-        if value_at(config, key) == "skip":
-            allowed = [option for option in options if option != "skip"]
-            raise refuse(config, key, "does not work with engine=deepspeed", ", ".join(allowed), f"{key}=rollback")
 
 
 def _check_fault(config: RecipeConfig, index: int, world_size: int | None) -> None:

@@ -28,7 +28,7 @@ class Engine(Protocol):
     """What the loop drives."""
 
     models: list[torch.nn.Module]  # this rank's chunks, each with its K3Model as `module`
-    optimizer: Any  # step() -> (done, gradient norm, zeros), zero_grad(), param_groups
+    optimizer: Any  # prepare() -> gradient norm, then step() or discard(); zero_grad(), param_groups
     schedule: Any  # step(increment), over the optimizer's parameter groups
     runner: Any  # forward_backward(batches), evaluate(batches), pipeline_bytes
     rows: list[TableRow]  # which optimizer trains what

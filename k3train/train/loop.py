@@ -24,7 +24,7 @@ from k3train.telemetry.timers import PhaseTimers
 from k3train.train import hooks, rollback, startup
 from k3train.train.engine import build_engine
 from k3train.train.faults import Faults
-from k3train.train.guards import Guards, Verdict
+from k3train.train.guards import Guards
 from k3train.train.metrics import Throughput, balance_metrics, gather_balance, memory_bytes
 from k3train.train.quantization import tell_quantization
 from k3train.train.resume import find_origin
@@ -126,10 +126,8 @@ class Trainer:
         self._own_seconds = getattr(self.runner, "ready_at", time.perf_counter()) - started
         loss = reports["loss"]
         with self.timers.phase("optimizer"):
-            # DeepSpeed's step cannot be taken in halves: there the guards look at it when it is done.
-            in_halves = hasattr(self.optimizer, "prepare")
-            grad_norm = self.optimizer.prepare() if in_halves else None
-        verdict = self.guards.judge(loss, grad_norm) if in_halves else Verdict()
+            grad_norm = self.optimizer.prepare()
+        verdict = self.guards.judge(loss, grad_norm)
         rollback.tell(self, verdict, number, loss, grad_norm)
         with self.timers.phase("balance"):
             local = update_router_bias(self.models, keep=not verdict.applies)
@@ -137,12 +135,9 @@ class Trainer:
         clipped: dict[str, Any] = {}
         with self.timers.phase("optimizer"):
             if verdict.applies:
-                clipped, grad_norm = self._update(number)
+                clipped = self._update(number)
             else:
                 self.optimizer.discard()
-        if not in_halves:
-            verdict = self.guards.judge(loss, grad_norm)
-            rollback.tell(self, verdict, number, loss, grad_norm)
         self.guards.count(verdict, loss, grad_norm)
         length = batches[0]["tokens"].shape[1]  # a stage may fill a step with shorter rows
         self.state.advance(train.global_batch_size, length)
@@ -170,13 +165,13 @@ class Trainer:
         rollback.tell(self, after, number, loss, grad_norm)
         self.save_now = rollback.follow(self, verdict, after)
 
-    def _update(self, number: int) -> tuple[dict[str, Any], float]:
-        """Change the weights; returns metrics of the clipping of logits, and the gradient norm."""
+    def _update(self, number: int) -> dict[str, Any]:
+        """Change the weights; returns metrics of the clipping of logits."""
         self.schedule.step(increment=1)
         clipped = self.qk_clip.pool(number)
-        _, grad_norm, _ = self.optimizer.step()
+        self.optimizer.step()
         self.optimizer.zero_grad()
-        return clipped, float(grad_norm)
+        return clipped
 
     def _agree(self) -> int:
         """Share peak memory, stop requests and own times, so that every rank stops after the same step."""

@@ -22,7 +22,7 @@ NAMED = 3  # parameters in a sentence
 def culprits(trainer: Trainer) -> str:
     """Which parameters are not finite, over all ranks. Every rank takes part."""
     if not isinstance(trainer.optimizer, TwoPhaseOptimizer):
-        return ""  # the gradients are gone
+        return ""  # DeepSpeed's gradients lie in flat shards
     weights, gradients = not_finite(trainer.optimizer, trainer.models)
     everywhere: list[tuple[int, list[str], list[str]]] = [None] * dist.get_world_size()  # type: ignore[list-item]
     dist.all_gather_object(everywhere, (dist.get_rank(), weights, gradients))
