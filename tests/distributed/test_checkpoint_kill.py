@@ -1,5 +1,6 @@
 """SIGKILL at named places and at random moments around saves: the run always goes on from what was committed last, and
-ends as if nothing had happened. `K3_TEST_LONG=1` tries 40 random moments (on a slow machine with `-o faulthandler_timeout=0`).
+ends as if nothing had happened. `K3_TEST_LONG=1` tries 40 random moments (on a slow machine with
+`-o faulthandler_timeout=0`).
 """
 
 from __future__ import annotations
