@@ -57,8 +57,12 @@ def drawing(rank: int, world_size: int, recipe: dict[str, Any], stop_at: int = 0
 
     class Drawing(PretrainStage):
         def training_steps(self, consumed_samples: int) -> Iterator[list[dict]]:
-            random.random(), np.random.rand(), torch.rand(3)
-            for batches in super().training_steps(consumed_samples):
+            for draw in (random.random, np.random.rand, lambda: torch.rand(3)):
+                draw()  # as building a loader might
+            return self._drawing(super().training_steps(consumed_samples))
+
+        def _drawing(self, steps: Iterator[list[dict]]) -> Iterator[list[dict]]:
+            for batches in steps:
                 draws.append((random.random(), float(np.random.rand()), float(torch.rand(()))))
                 yield batches
 
