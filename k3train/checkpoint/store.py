@@ -127,9 +127,16 @@ def _load(state: dict[str, Any], path: Path) -> dict[str, Any]:
 
 
 def reason(error: BaseException) -> str:
-    """The innermost cause in a few words; torch's CheckpointException wraps one per rank."""
+    """The innermost cause in a few words; torch's CheckpointException wraps one per rank.
+
+    What the disk said comes before what torch made of it: closing its archive fails again, in other words.
+    """
     if isinstance(error, CheckpointException) and error.failures:
         error = next(iter(error.failures.values()))[0]
+    cause: BaseException | None = error
+    while cause is not None and not isinstance(cause, OSError):
+        cause = cause.__cause__ or cause.__context__
+    error = cause or error
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
 

@@ -19,18 +19,16 @@ LAYOUTS: dict[str, tuple[int, dict[str, int]]] = {
     "dp2": (2, {}),
     "dp4": (4, {}),
     "tp2": (2, {"tensor": 2}),
-    "pp2": (2, {"pipeline": 2}),
     "pp2 vpp2": (2, {"pipeline": 2, "virtual_pipeline": 2}),
     "cp2": (2, {"context": 2}),
-    "ep2 pp2": (4, {"expert": 2, "pipeline": 2}),
     "ep4": (4, {"expert": 4}),
     "tp2 ep2 etp2": (4, {"tensor": 2, "expert": 2, "expert_tensor": 2}),
     "one": (1, {}),
 }
 # Each layout loads what the one before it saved, so that every pair of neighbours is a change.
 CHAINS = {
-    "adamw": ("dp2", "tp2", "pp2 vpp2", "ep4", "cp2", "tp2 ep2 etp2", "pp2", "dp4", "one"),
-    "muon": ("tp2 ep2 etp2", "dp4", "pp2 vpp2", "ep2 pp2", "cp2", "one"),
+    "adamw": ("dp2", "tp2", "pp2 vpp2", "ep4", "cp2", "tp2 ep2 etp2", "dp4"),
+    "muon": ("tp2 ep2 etp2", "dp4", "pp2 vpp2", "cp2", "one"),
 }
 
 

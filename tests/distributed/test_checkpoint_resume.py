@@ -57,8 +57,12 @@ def drawing(rank: int, world_size: int, recipe: dict[str, Any], stop_at: int = 0
 
     class Drawing(PretrainStage):
         def training_steps(self, consumed_samples: int) -> Iterator[list[dict]]:
-            random.random(), np.random.rand(), torch.rand(3)
-            for batches in super().training_steps(consumed_samples):
+            for draw in (random.random, np.random.rand, lambda: torch.rand(3)):
+                draw()  # as building a loader might
+            return self._drawing(super().training_steps(consumed_samples))
+
+        def _drawing(self, steps: Iterator[list[dict]]) -> Iterator[list[dict]]:
+            for batches in steps:
                 draws.append((random.random(), float(np.random.rand()), float(torch.rand(()))))
                 yield batches
 
@@ -139,7 +143,8 @@ def test_a_save_beside_the_training_holds_the_step_it_was_begun_at(
     (first,) = told(tmp_path / "slow", "step_00000001 committed")
     assert "written beside the training, which paused for" in first["text"]
     assert first["pause"] < first["seconds"]
-    assert first["write_seconds"] > 1.0
+    assert first["seconds"] > 1.0
+    assert 0 < first["write_seconds"] < first["seconds"]
     timings = [json.loads(line).get("timings") for line in (tmp_path / "slow/metrics.jsonl").read_text().splitlines()]
     assert any("checkpoint" in t for t in timings if t)  # what a save cost is in the next step's line
 
@@ -211,7 +216,7 @@ def test_a_full_disk_is_said_and_training_goes_on_to_the_last_checkpoint(
     recipe = small_recipe(corpus, tmp_path, **EVERY, checkpoint__async_save=beside)
     results = pool.run(full_disk, 2, recipe, 200_000)
     for message, _ in results:  # the last checkpoint of a run is an error
-        assert "cannot be written (OSError: [Errno 27] File too large)" in message
+        assert "cannot be written (OSError: [Errno 27] File too large" in message
         assert "free space or rights there" in message
     assert len(told(tmp_path, "training goes on and tries again at the next checkpoint")) == 3
     assert [line["step"] for line in lines(tmp_path, "train")] == [1, 2, 3, 4]
@@ -274,7 +279,7 @@ def test_a_newer_format_and_another_model_are_refused(pool: Any, corpus: Path, c
     marker.write_text(json.dumps({**json.loads(marker.read_text()), "format_version": 2}))
     for message, _ in pool.run(train, 2, recipe):  # and not continued from the older one, which is good
         assert "was written in checkpoint format 2, this k3train reads up to 1; update it" in message
-    other = small_recipe(corpus, tmp_path / "other", checkpoint__load=str(clean), model__hidden_size=64)
+    other = small_recipe(corpus, tmp_path / "other", checkpoint__load=str(clean), **LAYERS, model__hidden_size=64)
     for message, _ in pool.run(train, 2, other):
         assert "holds another model: model.hidden_size was 32 there and is 64 here; choose another" in message
 
@@ -384,22 +389,23 @@ def reading(rank: int, world_size: int, recipe: dict[str, Any], stop_at: int) ->
 
 
 def test_each_sample_once_while_dp_changes_and_over_epochs(pool: Any, tmp_path: Path) -> None:
-    """DP2 to step 3, DP1 to 5, DP4 to 9, over a text that lasts for a few steps: a ledger of all that was read."""
+    """DP2 to step 3, DP1 to 5, DP4 to 12, over a text that lasts for a few steps: a ledger of all that was read."""
     from k3train.data.pretrain import build_datasets
     from k3train.data.tokenizer import load_tokenizer
 
-    corpus = make_corpus(tmp_path, documents=12)
-    recipe = small_recipe(corpus, tmp_path / "run", train__steps=9, train__eval_samples=0, **LAYERS)
+    corpus = make_corpus(tmp_path, documents=60)
+    recipe = small_recipe(corpus, tmp_path / "run", train__steps=12, train__eval_samples=0, **LAYERS)
+    recipe["train"].update(global_batch_size=16, micro_batch_size=4)
     ledger: list[list[tuple[int, ...]]] = []
     for ranks, stop in ((2, 3), (1, 5), (4, 0)):
         parts = pool.run(reading, ranks, recipe, stop)
         ledger += [sorted(row for part in step for row in part) for step in zip(*parts, strict=True)]
-    assert len(ledger) == 9
+    assert len(ledger) == 12
     data, _ = build_datasets(
-        [(corpus / "train", 1.0)], load_tokenizer(corpus), 32, 1234, 9 * 4, 0, cache_dir=tmp_path / "again"
+        [(corpus / "train", 1.0)], load_tokenizer(corpus), 32, 1234, 12 * 16, 0, cache_dir=tmp_path / "again"
     )
-    samples = [tuple(data[index]["tokens"].tolist()) for index in range(9 * 4)]
-    assert ledger == [sorted(samples[step * 4 : step * 4 + 4]) for step in range(9)]
+    samples = [tuple(data[index]["tokens"].tolist()) for index in range(12 * 16)]
+    assert ledger == [sorted(samples[step * 16 : step * 16 + 16]) for step in range(12)]
     # The text is over before the run is: the order of samples goes on into the next epoch.
     tokens = (corpus / "train.bin").stat().st_size // 2
     assert 2 * tokens < 9 * 4 * 32
