@@ -22,6 +22,17 @@ PARTIAL = {
 }
 
 
+@pytest.fixture(scope="module", name="pool")
+def patient_pool(pool: Any) -> Any:
+    """The pool, with time enough for whole runs on a busy machine."""
+
+    class Patient:
+        def run(self, fn: Any, world_size: int, *args: Any) -> list[Any]:
+            return pool.run(fn, world_size, *args, timeout=900.0)
+
+    return Patient()
+
+
 @pytest.fixture(scope="module")
 def tasks(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tasks(tmp_path_factory.mktemp("tasks"))
