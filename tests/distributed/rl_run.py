@@ -14,16 +14,12 @@ VOCAB = 304
 
 
 class Letters(Environment):
-    """Worth the share of ASCII letters in what was written, which is reported; with `chance`, nothing but chance."""
-
-    def __init__(self, reward: Any, chance: bool = False) -> None:
-        super().__init__(reward)
-        self.chance = chance
+    """Worth the share of ASCII letters in what was written."""
 
     def step(self, task: Any, turns: Any, seed: int) -> Step:
         text = turns[-1].thinking + turns[-1].response
         share = sum(c.isascii() and c.isalpha() for c in text) / max(1, len(text))
-        return Step(float(seed % 2) if self.chance else share, info={"letters": share})
+        return Step(share)
 
 
 def make_tasks(folder: Path) -> Path:
@@ -119,3 +115,34 @@ def train_rl(rank: int, world_size: int, recipe: dict[str, Any], signal_at: int 
     except UserError as error:
         return str(error), kept
     return code, kept
+
+
+def gain_of_a_step(rank: int, world_size: int, recipe: dict[str, Any]) -> tuple[float, list[float]]:
+    """Train one step; returns the sum of advantage x (log-probability after - before) over its tokens, and rewards."""
+    import torch
+
+    from k3train.config.load import recipe_from_dict
+    from k3train.platform import Platform
+    from k3train.rl.objective import group_advantages
+    from k3train.rollout.scoring import token_logprobs
+    from k3train.stages.rl import RLStage
+    from k3train.train import loop
+
+    found: list[Any] = []
+
+    class Scored(loop.Trainer):
+        def run(self) -> int:
+            code = super().run()
+            model, gain, rewards = self.models[0].module, 0.0, []
+            for group in self.stage._groups:
+                rewards += [sample.reward for sample in group.samples]
+                advantages = group_advantages([s.reward for s in group.samples], self.config.rl.objective.baseline)
+                after = token_logprobs(model, [[*group.prompt, *s.tokens] for s in group.samples])
+                for sample, advantage, scores in zip(group.samples, advantages, after):
+                    gain += advantage * (sum(scores[-len(sample.tokens) :]) - sum(sample.logprobs))
+            found.extend([gain, rewards])
+            return code
+
+    here = Platform("cpu", torch.device("cpu"), "gloo", rank, rank, world_size)
+    assert loop.run_training(recipe_from_dict(recipe), RLStage, here, trainer=Scored) == 0
+    return found[0], found[1]

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from rl_run import make_tasks, rl_recipe, train_rl
+from rl_run import gain_of_a_step, make_tasks, rl_recipe, train_rl
 from small_run import lines
 
 CLOCKS = ("rollout_seconds", "rollout_tokens_per_second")
@@ -20,6 +20,17 @@ PARTIAL = {
     "rl__rollout__max_rows": 5,
     "train__global_batch_size": 12,
 }
+
+
+@pytest.fixture(scope="module", name="pool")
+def patient_pool(pool: Any) -> Any:
+    """The pool, with time enough for whole runs on a busy machine."""
+
+    class Patient:
+        def run(self, fn: Any, world_size: int, *args: Any) -> list[Any]:
+            return pool.run(fn, world_size, *args, timeout=900.0)
+
+    return Patient()
 
 
 @pytest.fixture(scope="module")
@@ -132,31 +143,22 @@ def test_experts_of_the_rollout_are_replayed(pool: Any, tasks: Path, tmp_path: P
 
 
 @pytest.mark.parametrize(
-    ("objective", "chance"),
+    "objective",
     [
-        ({}, False),
-        ({}, True),
-        ({"surrogate": "ppo", "clip_low": 0.8, "clip_high": 1.2, "baseline": "group_norm"}, False),
-        ({"surrogate": "reinforce", "baseline": "leave_one_out", "regularizer": 0.0}, False),
+        {},
+        {"surrogate": "ppo", "clip_low": 0.8, "clip_high": 1.2, "baseline": "group_norm", "normalization": "sequence"},
+        {"surrogate": "reinforce", "baseline": "leave_one_out", "regularizer": 0.0},
     ],
-    ids=["k25", "k25 by chance", "grpo", "rloo"],
+    ids=["k25", "grpo", "rloo"],
 )
-def test_a_reward_is_learned_and_noise_is_not(
-    pool: Any, tasks: Path, tmp_path: Path, objective: dict[str, Any], chance: bool
-) -> None:
-    """A model of random weights learns to write letters where they are rewarded, and does not where chance is."""
-    source = {"name": "rl_run:Letters", "tasks": str(tasks / "tasks.jsonl"), "options": {"chance": chance}}
-    changes = {"train__steps": 14, "train__eval_interval": 0, "rl__eval_tasks": None, "rl__objective": objective}
+def test_a_step_makes_good_samples_likelier(pool: Any, tasks: Path, tmp_path: Path, objective: dict[str, Any]) -> None:
+    """Through the whole loop: sum over tokens of advantage times the change of their log-probability grows."""
+    source = {"name": "rl_run:Letters", "tasks": str(tasks / "tasks.jsonl")}
+    changes = {"train__steps": 1, "train__eval_interval": 0, "rl__eval_tasks": None, "rl__objective": objective}
     recipe = rl_recipe(tasks, tmp_path, **changes, rl__environments=[source])
-    recipe["optim"] |= {"lr": 1e-2, "min_lr": 1e-2}
-    ((code, _),) = pool.run(train_rl, 1, recipe)
-    assert code == 0, code
-    letters = [line["letters"] for line in steps(tmp_path)]
-    before, after = sum(letters[:3]) / 3, sum(letters[-3:]) / 3
-    if chance:
-        assert abs(after - before) < 0.15, letters
-    else:
-        assert after > before + 0.2, letters
+    ((gain, rewards),) = pool.run(gain_of_a_step, 1, recipe)
+    assert max(rewards) > min(rewards)
+    assert gain > 0.05, gain
 
 
 @pytest.fixture
