@@ -11,10 +11,17 @@ from small_run import train
 
 
 def forget_groups() -> None:
-    """DeepSpeed keeps process groups for the life of a process; a pool rank gets new ones with every call."""
+    """DeepSpeed keeps process groups, and numbers of modules and parameters that ranks have to agree on, for the life of
+    a process; a pool rank gets new groups with every call, and has not served every call that the others have.
+    """
     if "deepspeed" in sys.modules:
         from deepspeed import comm
+        from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
+        from deepspeed.runtime.zero.partition_parameters import Init
         from deepspeed.utils import groups
+
+        DeepSpeedZeRoOffload._register_deepspeed_module.__defaults__[0][0] = 0
+        Init.param_id = 0
 
         comm.comm.cdb = None
         groups._WORLD_GROUP = None
