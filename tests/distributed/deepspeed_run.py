@@ -11,8 +11,8 @@ from small_run import train
 
 
 def forget_groups() -> None:
-    """DeepSpeed keeps process groups, and numbers of modules and parameters that ranks have to agree on, for the life of
-    a process; a pool rank gets new groups with every call, and has not served every call that the others have.
+    """DeepSpeed keeps process groups, and numbers of modules and parameters that ranks have to agree on, for the
+    life of a process; a pool rank gets new groups with every call, and has not served every call that others have.
     """
     if "deepspeed" in sys.modules:
         from deepspeed import comm
