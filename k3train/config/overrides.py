@@ -84,7 +84,12 @@ def _check_option(override: Override, options: list[str]) -> None:
 
 
 def _nearest(value: str, options: list[str]) -> str:
-    """The most similar option; failing that, the one whose last part is (`k3-tiny`, `sft/k3-tiny`)."""
+    """The most similar option; failing that, the one whose last part is (`k3-tiny`, `sft/k3-tiny`).
+
+    A recipe named without its folder is meant to pretrain: the other stages start from what that leaves.
+    """
+    if "/" not in value and any(option.startswith("pretrain/") for option in options):
+        value = f"pretrain/{value}"
     tails = {option.rpartition("/")[2]: option for option in options}
     tail = closest(value.rpartition("/")[2], tails)
     if tail:

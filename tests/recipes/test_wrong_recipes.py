@@ -239,7 +239,7 @@ def test_no_recipe_chosen() -> None:
         load_recipe(["optim.lr=1e-3"])
 
 
-@pytest.mark.parametrize("name", ["k3-tiny", "sft/k3-tiny", "pretrain/k3-tny"])
+@pytest.mark.parametrize("name", ["k3-tiny", "tiny/k3-tiny", "pretrain/k3-tny"])
 def test_recipe_that_does_not_exist(name: str) -> None:
     with pytest.raises(UserError, match=rf"recipe={name} does not exist; .*try recipe=pretrain/k3-tiny"):
         load_recipe([f"recipe={name}"])
