@@ -35,13 +35,13 @@ class ExpertRecorder:
         """Add what the last forward pass chose to its rows; filler behind them is left out."""
         if not self._routers:
             return
-        chosen = torch.stack([calls[0] for calls in self._chosen], dim=1).to(torch.int16)  # [tokens, layers, top_k]
+        chosen = torch.stack([calls[0] for calls in self._chosen], dim=1).to(torch.int32)  # [tokens, layers, top_k]
         if parallel_state.get_tensor_model_parallel_world_size() > 1:
             group = parallel_state.get_tensor_model_parallel_group()
             parts = [torch.empty_like(chosen) for _ in range(group.size())]
             dist.all_gather(parts, chosen.contiguous(), group=group)
             chosen = torch.cat(parts)
-        pieces = chosen[: sum(counts)].cpu().split(list(counts))
+        pieces = chosen[: sum(counts)].to("cpu", torch.int16).split(list(counts))  # gloo and NCCL send no int16
         for row, piece in zip(rows, pieces):
             self._of.setdefault(row, []).append(piece)
 
