@@ -25,12 +25,12 @@ def refresh(engine: SharedEngine, config: RecipeConfig, trainer: Any, version: i
         UserError: the layout cannot do it in place, the folder cannot be written, or the server refuses.
     """
     rollout = config.rl.rollout
+    if dist.get_world_size() > 1:
+        raise UserError(
+            f"rl.rollout.refresh={rollout.refresh} sends the weights of one rank, and this run has"
+            f" {dist.get_world_size()}; try rl.rollout.engine=local"
+        )
     if rollout.refresh == "in_place":
-        if dist.get_world_size() > 1:
-            raise UserError(
-                "rl.rollout.refresh=in_place sends the weights of one rank, and this run has"
-                f" {dist.get_world_size()}; try rl.rollout.refresh=disk"
-            )
         engine.refresh_in_place(trainer.models[0].module, version, rollout.bucket_mib << 20)
         return
     root = Path(trainer.run_dir) / FOLDER
