@@ -17,7 +17,8 @@ from k3train.config.guards import FaultConfig
 
 FOLDER = "faults"  # in the run directory: a file for each fault that has happened
 SPIKE = 1e4  # times the gradient
-FULL_AT_BYTES = 4096  # a "full" disk takes no file beyond this
+# A "full" disk takes no file beyond this. Not less: where torch cannot write its first buffer, its writer may crash.
+FULL_AT_BYTES = 200_000
 
 
 class Faults:
@@ -65,7 +66,7 @@ class Faults:
 
     @contextmanager
     def saving(self, step: int) -> Iterator[None]:
-        """Around the writing of a checkpoint: with `disk_full` no file of this process grows beyond a few KiB."""
+        """Around the writing of a checkpoint: with `disk_full` no file of this process grows beyond FULL_AT_BYTES."""
         due = self._due(step, ("disk_full",), at_or_after=True)
         if not due:
             yield
