@@ -18,7 +18,7 @@ from k3train.config.guards import FaultConfig
 FOLDER = "faults"  # in the run directory: a file for each fault that has happened
 SPIKE = 1e4  # times the gradient
 # A "full" disk takes no file beyond this. Not less: where torch cannot write its first buffer, its writer may crash.
-FULL_AT_BYTES = 200_000
+FULL_AT_BYTES = 100_000
 
 
 class Faults:

@@ -31,12 +31,12 @@ def texts(run_dir: Path) -> list[str]:
 
 
 def test_a_full_disk_costs_a_checkpoint_and_not_the_run(pool: Any, corpus: Path, tmp_path: Path) -> None:
-    fault = {"kind": "disk_full", "step": 2, "rank": 1}
+    fault = {"kind": "disk_full", "step": 2, "rank": 0}
     recipe = small_recipe(corpus, tmp_path, checkpoint__interval=2, train__steps=4, faults=[fault])
     assert [code for code, _ in pool.run(train, 2, recipe)] == [0, 0]
     assert any("cannot be written" in text and "training goes on" in text for text in texts(tmp_path))
     assert [p.name for p in (tmp_path / "checkpoints").iterdir()] == ["step_00000004"]
-    assert [p.name for p in (tmp_path / "faults").iterdir()] == ["0-disk_full-step2-rank1"]
+    assert [p.name for p in (tmp_path / "faults").iterdir()] == ["0-disk_full-step2-rank0"]
 
 
 def test_a_corrupt_checkpoint_has_lost_half_a_file(pool: Any, corpus: Path, tmp_path: Path) -> None:
