@@ -85,10 +85,11 @@ class FrozenModel:
         """
         documents = torch.zeros_like(tokens) if document_ids is None else document_ids
         batches = list(zip(tokens.split(rows_at_a_time), documents.split(rows_at_a_time)))
-        scored = [self._score(*batch) for batch in batches]
-        # The gathering of parameters needs all ranks for each pass.
+        # The gathering of parameters needs all ranks for each pass, so their number is agreed on before the first: a
+        # rank that asked when it had done its own would meet the others' gathering.
         most = torch.tensor(len(batches), device=self.device)
         dist.all_reduce(most, op=dist.ReduceOp.MAX)
+        scored = [self._score(*batch) for batch in batches]
         for _ in range(int(most) - len(batches)):
             self._score(tokens[:1, :2], torch.zeros_like(tokens[:1, :2]))
         return torch.cat(scored)

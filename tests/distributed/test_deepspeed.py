@@ -208,13 +208,12 @@ def test_the_weights_of_either_engine_start_a_run(
 
 
 def test_a_frozen_model_scores_as_the_plain_one(pool: Any, halves: dict) -> None:
-    """Rows of several documents, parameters in host memory between their uses."""
+    """Rows of several documents, more passes on one rank than on the other, parameters sharded and in host memory."""
     run_dir, _ = halves["megatron"]
     tokens = torch.randint(0, 304, (7, 24), generator=torch.Generator().manual_seed(3))
     documents = (torch.arange(24) // 9).expand(7, -1).contiguous()
-    # One rank: two have not been seen to end (docs/deepspeed.md).
-    results = pool.run(frozen_log_probs, 1, run_dir, tokens, documents, timeout=TIMEOUT)
-    for (scored, expected, held), rows in zip(results, (5,), strict=True):
+    results = pool.run(frozen_log_probs, 2, run_dir, tokens, documents, timeout=TIMEOUT)
+    for (scored, expected, held), rows in zip(results, (5, 2), strict=True):
         assert scored.shape == expected.shape == (rows, 23)
         torch.testing.assert_close(scored, expected, atol=CLOSE, rtol=0)
         assert held == 0, "parameters are not sharded between their uses"
