@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from small_run import small_recipe
+from small_run import changed, small_recipe, train_stage
 
 from k3train.rl.environments import Environment, Step
 
@@ -64,57 +64,15 @@ def rl_recipe(folder: Path, run_dir: Path, **changes: Any) -> dict[str, Any]:
             "eval_limit": 3,
         },
     )
-    for key, value in changes.items():
-        section = recipe
-        *path, last = key.split("__")
-        for name in path:
-            section = section.setdefault(name, {})
-        section[last] = value
-    return recipe
+    return changed(recipe, changes)
 
 
 def train_rl(rank: int, world_size: int, recipe: dict[str, Any], signal_at: int = 0) -> tuple[int | str, dict]:
-    """Run the recipe on this pool rank; with `signal_at`, the last rank gets SIGTERM after that step's rollouts.
-
-    Returns the exit code, or the sentence of a UserError, and this rank's parameters by name.
-    """
-    import os
-    import signal
-    from collections.abc import Iterator
-
-    import torch
-
-    from k3train.config.load import recipe_from_dict
+    """As `small_run.train`, with the stage of reinforcement learning; the signal comes after that step's rollouts."""
     from k3train.config.validate import validate
-    from k3train.errors import UserError
-    from k3train.platform import Platform
     from k3train.stages.rl import RLStage
-    from k3train.train import loop
 
-    class Interrupted(RLStage):
-        def training_steps(self, consumed_samples: int) -> Iterator[list[dict]]:
-            for number, batches in enumerate(super().training_steps(consumed_samples), start=1):
-                if number == signal_at and rank == world_size - 1:
-                    os.kill(os.getpid(), signal.SIGTERM)
-                yield batches
-
-    kept: dict[str, torch.Tensor] = {}
-
-    class Kept(loop.Trainer):
-        def run(self) -> int:
-            code = super().run()
-            for model in self.models:
-                kept.update({n: t.detach().clone() for n, t in model.module.state_dict().items() if t is not None})
-            return code
-
-    here = Platform("cpu", torch.device("cpu"), "gloo", rank, rank, world_size)
-    try:
-        config = recipe_from_dict(recipe)
-        validate(config, world_size)
-        code = loop.run_training(config, Interrupted, here, trainer=Kept)
-    except UserError as error:
-        return str(error), kept
-    return code, kept
+    return train_stage(RLStage, rank, world_size, recipe, signal_at, lambda config: validate(config, world_size))
 
 
 def gain_of_a_step(rank: int, world_size: int, recipe: dict[str, Any]) -> tuple[float, list[float]]:

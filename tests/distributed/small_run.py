@@ -6,7 +6,7 @@ import json
 import os
 import random
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +67,11 @@ def small_recipe(corpus: Path, run_dir: Path, **changes: Any) -> dict[str, Any]:
         "checkpoint": {"interval": 0},
         "telemetry": {"console": False, "wandb": {"mode": "disabled"}},
     }
+    return changed(recipe, changes)
+
+
+def changed(recipe: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
+    """The recipe with these values in it: `optim__lr` is the key `optim.lr`."""
     for key, value in changes.items():
         section = recipe
         *path, last = key.split("__")
@@ -77,17 +82,30 @@ def small_recipe(corpus: Path, run_dir: Path, **changes: Any) -> dict[str, Any]:
 
 
 def train(rank: int, world_size: int, recipe: dict[str, Any], signal_at: int = 0) -> tuple[int | str, dict]:
-    """Run the recipe on this pool rank; with `signal_at`, one rank gets SIGTERM while it fetches that step's data.
+    """Pretrain by the recipe on this pool rank; see `train_stage`."""
+    from k3train.stages.pretrain import PretrainStage
 
-    Returns the exit code, or the sentence of a UserError, and this rank's parameters by name.
+    return train_stage(PretrainStage, rank, world_size, recipe, signal_at)
+
+
+def train_stage(
+    stage: type,
+    rank: int,
+    world_size: int,
+    recipe: dict[str, Any],
+    signal_at: int = 0,
+    check: Callable[[Any], None] = lambda config: None,
+) -> tuple[int | str, dict]:
+    """Run the recipe on this pool rank; with `signal_at`, the last rank gets SIGTERM once it has that step's data.
+
+    Returns the exit code, or the sentence of a UserError (of `check` too), and this rank's parameters by name.
     """
     from k3train.config.load import recipe_from_dict
     from k3train.errors import UserError
     from k3train.platform import Platform
-    from k3train.stages.pretrain import PretrainStage
     from k3train.train import loop
 
-    class Interrupted(PretrainStage):
+    class Interrupted(stage):
         def training_steps(self, consumed_samples: int) -> Iterator[list[dict]]:
             for number, batches in enumerate(super().training_steps(consumed_samples), start=1):
                 if number == signal_at and rank == world_size - 1:
@@ -105,7 +123,9 @@ def train(rank: int, world_size: int, recipe: dict[str, Any], signal_at: int = 0
 
     here = Platform("cpu", torch.device("cpu"), "gloo", rank, rank, world_size)
     try:
-        code = loop.run_training(recipe_from_dict(recipe), Interrupted, here, trainer=Kept)
+        config = recipe_from_dict(recipe)
+        check(config)
+        code = loop.run_training(config, Interrupted, here, trainer=Kept)
     except UserError as error:
         return str(error), kept
     return code, kept

@@ -3,54 +3,25 @@
 from __future__ import annotations
 
 import json
-import os
 import random
-import signal
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from deepspeed_run import forget_groups
-from small_run import lines, make_corpus, small_recipe, train
+from small_run import lines, make_corpus, small_recipe, train, train_stage
 
 SEQ = 128
 
 
 def fine_tune(rank: int, world_size: int, recipe: dict[str, Any], signal_at: int = 0) -> tuple[int | str, dict]:
     """As `small_run.train`, with the stage of conversations."""
-    from k3train.config.load import recipe_from_dict
-    from k3train.errors import UserError
-    from k3train.platform import Platform
     from k3train.stages.inputs import check_inputs
     from k3train.stages.sft import SftStage
-    from k3train.train import loop
-
-    class Interrupted(SftStage):
-        def training_steps(self, consumed_samples: int) -> Iterator[list[dict]]:
-            for number, batches in enumerate(super().training_steps(consumed_samples), start=1):
-                if number == signal_at and rank == world_size - 1:
-                    os.kill(os.getpid(), signal.SIGTERM)
-                yield batches
-
-    kept: dict[str, torch.Tensor] = {}
-
-    class Kept(loop.Trainer):
-        def run(self) -> int:
-            code = super().run()
-            for model in self.models:
-                kept.update({n: t.detach().clone() for n, t in model.module.state_dict().items() if t is not None})
-            return code
 
     forget_groups()
-    here = Platform("cpu", torch.device("cpu"), "gloo", rank, rank, world_size)
-    config = recipe_from_dict(recipe)
-    try:
-        check_inputs(config)
-        return loop.run_training(config, Interrupted, here, trainer=Kept), kept
-    except UserError as error:
-        return str(error), kept
+    return train_stage(SftStage, rank, world_size, recipe, signal_at, check_inputs)
 
 
 @pytest.fixture(scope="module")
