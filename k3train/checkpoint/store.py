@@ -21,8 +21,8 @@ from torch.distributed.checkpoint.api import CheckpointException
 from k3train.checkpoint import directory, rng
 from k3train.checkpoint.directory import DamagedCheckpointError
 from k3train.checkpoint.state import TrainState, train_state
-from k3train.errors import UserError
 from k3train.optim.build import allocate_state, named_parts
+from k3train.parallel.first_rank import from_first_rank
 
 # Optimizer state in the parameters' own shapes, so that every parallel size may differ at the next start.
 _SHARDING = "fully_reshardable"
@@ -35,7 +35,7 @@ def _metadata() -> dict[str, Any]:
     }
 
 
-def _model_state(models: list[torch.nn.Module]) -> dict[str, Any]:
+def model_state(models: list[torch.nn.Module]) -> dict[str, Any]:
     chunks = [model.module if hasattr(model, "module") else model for model in models]
     return {f"model{i}": chunk.sharded_state_dict(metadata=_metadata()) for i, chunk in enumerate(chunks)}
 
@@ -48,7 +48,7 @@ def everything(
     is_loading: bool,
 ) -> dict[str, Any]:
     """The sharded state of a run: weights, router biases, optimizer and schedule."""
-    state = _model_state(models)
+    state = model_state(models)
     # By what they hold rather than by number: whether experts have an optimizer of their own depends on the layout.
     parts = {
         name: part.sharded_state_dict(state, is_loading=is_loading, metadata=_metadata())
@@ -95,16 +95,7 @@ def shared_marker(path: Path) -> dict[str, Any]:
         DamagedCheckpointError: it cannot be read.
         NewerFormatError: a newer version wrote it.
     """
-    box: list[Any] = [None]
-    if dist.get_rank() == 0:
-        try:
-            box[0] = directory.read_marker(path)
-        except UserError as error:
-            box[0] = error
-    dist.broadcast_object_list(box, src=0)
-    if isinstance(box[0], UserError):
-        raise box[0]
-    return box[0]
+    return from_first_rank(lambda: directory.read_marker(path))
 
 
 def _load(state: dict[str, Any], path: Path) -> dict[str, Any]:
@@ -192,7 +183,7 @@ def load_model(path: Path, models: list[torch.nn.Module], is_new: Callable[[str]
     Raises:
         DamagedCheckpointError: it is damaged or belongs to another model.
     """
-    state = _model_state(models)
+    state = model_state(models)
     old = {chunk: {name: t for name, t in entries.items() if not is_new(name)} for chunk, entries in state.items()}
     _load_model_state(models, _load(old, path), is_new)
 

@@ -15,20 +15,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
 from megatron.core.dist_checkpointing.strategies.torch import AsyncRequest
 
 from k3train.checkpoint import manifest, store
+from k3train.parallel.first_rank import from_first_rank
 
 Bucket = tuple[str, str, tuple[list, list]]  # path, name and (objects, tensors) of one file
 
 
 def new_attempt() -> str:
     """A name for one writing of a checkpoint, the same on every rank."""
-    box = [secrets.token_hex(4)]
-    dist.broadcast_object_list(box, src=0)
-    return box[0]
+    return from_first_rank(lambda: secrets.token_hex(4))
 
 
 def live_storages(models: list[torch.nn.Module], optimizer: Any) -> set[int]:

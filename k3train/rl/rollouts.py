@@ -29,6 +29,12 @@ from k3train.rollout.sampling import SamplingConfig
 Agree = Callable[[Callable[[], Any]], Any]
 
 
+@functools.lru_cache(maxsize=32)
+def _order(seed: str, count: int) -> list[int]:
+    """The order in which an epoch goes through the tasks of an environment."""
+    return random.Random(seed).sample(range(count), count)
+
+
 class Rollouts:
     """The samples in flight and those that are ready, over iterations.
 
@@ -142,9 +148,7 @@ class Rollouts:
         source, position = self.sources[number], self._positions[number]
         self._positions[number] += 1
         epoch, place = divmod(position, len(source.tasks))
-        task = random.Random(f"tasks {self.seed} {number} {epoch}").sample(range(len(source.tasks)), len(source.tasks))[
-            place
-        ]
+        task = _order(f"tasks {self.seed} {number} {epoch}", len(source.tasks))[place]
         prompt = list(self.chat.prompt(source.environment.conversation(source.tasks[task])))
         if len(prompt) >= self.max_context:
             raise UserError(

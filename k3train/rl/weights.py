@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-from megatron.core import dist_checkpointing, parallel_state
+from megatron.core import dist_checkpointing
 
 from k3train.checkpoint import directory, store
 from k3train.checkpoint.state import TrainState
 from k3train.config.schema import RecipeConfig, to_plain
 from k3train.errors import UserError
-from k3train.rl.agree import SharedEngine
+from k3train.rl.shared_engine import SharedEngine
 
 FOLDER = "rollout_weights"
 
@@ -51,9 +51,7 @@ def _save_weights(root: Path, config: RecipeConfig, models: list[Any], version: 
         shutil.rmtree(root, ignore_errors=True)
         partial.mkdir(parents=True)
     dist.barrier()
-    metadata = {"dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True)}
-    chunks = {f"model{i}": m.module.sharded_state_dict(metadata=metadata) for i, m in enumerate(models)}
-    dist_checkpointing.save(chunks, str(partial))
+    dist_checkpointing.save(store.model_state(models), str(partial))
     if dist.get_rank() == 0:
         directory.copy_tokenizer(Path(config.data.tokenizer), partial / directory.TOKENIZER)
         marker = {"state": TrainState(version).to_dict(), "config": to_plain(config), "versions": store.versions()}

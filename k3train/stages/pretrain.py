@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 from megatron.core import parallel_state
 
 from k3train.config.schema import RecipeConfig
@@ -14,6 +13,7 @@ from k3train.data.loader import PretrainLoader
 from k3train.data.pretrain import build_datasets
 from k3train.data.tokenizer import Tokenizer
 from k3train.model.model import TokenLosses
+from k3train.parallel.first_rank import from_first_rank
 from k3train.stages.inputs import fitting_tokenizer
 from k3train.train.stage import Batch
 
@@ -42,7 +42,9 @@ class PretrainStage:
             cache_dir=data.cache_dir or Path(config.run.dir) / "index_cache",
         )
         self._held_out: list[Batch] | None = None
-        self.bytes_per_token = self._measure_bytes(tokenizer) if self._valid_set is not None else None
+        self.bytes_per_token = None
+        if self._valid_set is not None:
+            self.bytes_per_token = from_first_rank(lambda: self._measure_bytes(tokenizer))
 
     @property
     def fingerprint(self) -> str:
@@ -51,19 +53,15 @@ class PretrainStage:
     def _measure_bytes(self, tokenizer: Tokenizer) -> float | None:
         """Bytes of text per token that counts, over exactly the held-out tokens that are evaluated.
 
-        Rank 0 reads them and tells the others. None where no token counts.
+        None where no token counts.
         """
-        box: list[float | None] = [None]
-        if dist.get_rank() == 0:
-            lengths = torch.from_numpy(tokenizer.byte_lengths())
-            text = tokens = 0.0
-            for index in range(self.config.train.eval_samples):
-                sample = self._valid_set[index]
-                text += float((lengths[sample["labels"]] * sample["loss_mask"]).sum())
-                tokens += float(sample["loss_mask"].sum())
-            box[0] = text / tokens if tokens and text else None
-        dist.broadcast_object_list(box, src=0)
-        return box[0]
+        lengths = torch.from_numpy(tokenizer.byte_lengths())
+        text = tokens = 0.0
+        for index in range(self.config.train.eval_samples):
+            sample = self._valid_set[index]
+            text += float((lengths[sample["labels"]] * sample["loss_mask"]).sum())
+            tokens += float(sample["loss_mask"].sum())
+        return text / tokens if tokens and text else None
 
     def training_steps(self, consumed_samples: int) -> Iterator[list[Batch]]:
         return iter(self._loader(self._train_set, self.config.train.global_batch_size, consumed_samples))

@@ -13,13 +13,14 @@ from megatron.core import parallel_state
 from k3train.config.schema import RecipeConfig
 from k3train.errors import UserError
 from k3train.model.model import TokenLosses
+from k3train.parallel.first_rank import from_first_rank
 from k3train.rl import report
-from k3train.rl.agree import SharedEngine, agree
 from k3train.rl.batches import examples, micro_batches, pack, trainable
 from k3train.rl.chat import ChatFormat
 from k3train.rl.effort import Budgets
 from k3train.rl.objective import distillation_advantages, kl_estimate, policy_terms
 from k3train.rl.rollouts import Rollouts
+from k3train.rl.shared_engine import SharedEngine
 from k3train.rl.sources import fingerprint, make_sources, wanted
 from k3train.rl.teachers import Teachers
 from k3train.rl.trajectory import Group
@@ -53,7 +54,7 @@ class RLStage:
         self.fingerprint = fingerprint(self.rl, sources, self.tokenizer)
         self.budgets = Budgets(self.rl.effort)
         self.rollouts = Rollouts(
-            self.rl, sources, self.chat, config.train.seed, config.train.seq_length, agree, self._budget
+            self.rl, sources, self.chat, config.train.seed, config.train.seq_length, from_first_rank, self._budget
         )
         self._held_out = (
             wanted(read_tasks(self.rl.eval_tasks), self.rl)[: self.rl.eval_limit] if self.rl.eval_tasks else []

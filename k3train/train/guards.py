@@ -105,12 +105,12 @@ class Guards:
         return self._agree({"balance": text})
 
     def _non_finite(self, loss: float, grad_norm: float) -> str | None:
-        if not _finite(loss):
+        if not math.isfinite(loss):
             return f"loss={loss} is not finite"
-        return None if _finite(grad_norm) else f"grad_norm={grad_norm} is not finite"
+        return None if math.isfinite(grad_norm) else f"grad_norm={grad_norm} is not finite"
 
     def _loss_spike(self, loss: float) -> str | None:
-        if len(self.state.losses) < self.config.min_history or not _finite(loss):
+        if len(self.state.losses) < self.config.min_history or not math.isfinite(loss):
             return None
         above = self.last["loss_deviations"] = deviations(loss, self.state.losses)
         if self.config.loss_spike == "off" or above <= self.config.loss_deviations:
@@ -122,7 +122,7 @@ class Guards:
         )
 
     def _grad_spike(self, norm: float) -> str | None:
-        if len(self.state.norms) < self.config.min_history or not _finite(norm):
+        if len(self.state.norms) < self.config.min_history or not math.isfinite(norm):
             return None
         median = statistics.median(self.state.norms)
         ratio = self.last["grad_ratio"] = norm / max(median, 1e-30)
@@ -163,7 +163,7 @@ class Guards:
             return
         self.state.skipped_in_a_row = 0
         for window, value in ((self.state.losses, loss), (self.state.norms, grad_norm)):
-            if _finite(value):
+            if math.isfinite(value):
                 window.append(value)
                 del window[: -self.config.window]
 
@@ -192,7 +192,3 @@ class Guards:
                 **{f"trips_{name}": state.trips.get(name, 0) for name in GUARDS},
             }
         }
-
-
-def _finite(value: float) -> bool:
-    return math.isfinite(value)

@@ -14,10 +14,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
-
 from k3train.checkpoint import directory
 from k3train.errors import UserError
+from k3train.parallel.first_rank import from_first_rank
 from k3train.train.stage import Stage
 
 
@@ -30,7 +29,7 @@ def attach(stage: Stage, trainer: Any, origin: Path | None) -> None:
     if hasattr(stage, "attach"):
         stage.attach(trainer)
     if hasattr(stage, "load_state_dict") and trainer.state.step:
-        stage.load_state_dict(_read(origin / directory.STAGE))
+        stage.load_state_dict(from_first_rank(lambda: _read(origin / directory.STAGE)))
 
 
 def state_of(stage: Stage) -> dict[str, Any] | None:
@@ -49,16 +48,10 @@ def evaluation(stage: Stage) -> dict[str, Any] | None:
 
 
 def _read(file: Path) -> dict[str, Any]:
-    box: list[Any] = [None]
-    if dist.get_rank() == 0:
-        try:
-            box[0] = json.loads(file.read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
-            box[0] = UserError(
-                f"{file} cannot be read ({error}), so the stage cannot go on from there; use another checkpoint of the"
-                " run, or start another run.dir with checkpoint.load"
-            )
-    dist.broadcast_object_list(box, src=0)
-    if isinstance(box[0], UserError):
-        raise box[0]
-    return box[0]
+    try:
+        return json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UserError(
+            f"{file} cannot be read ({error}), so the stage cannot go on from there; use another checkpoint of the"
+            " run, or start another run.dir with checkpoint.load"
+        ) from error

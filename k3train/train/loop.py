@@ -123,7 +123,7 @@ class Trainer:
         self.qk_clip.begin_step(number)
         with self.timers.phase("forward_backward"):
             reports = self.runner.forward_backward(batches)
-        self._own_seconds = getattr(self.runner, "ready_at", time.perf_counter()) - started
+        self._own_seconds = self.runner.ready_at - started
         loss = reports["loss"]
         with self.timers.phase("optimizer"):
             grad_norm = self.optimizer.prepare()

@@ -12,6 +12,7 @@ from k3train.checkpoint import directory, health, manifest, rng, store
 from k3train.checkpoint.state import TrainState
 from k3train.config.schema import RecipeConfig
 from k3train.errors import UserError
+from k3train.parallel.first_rank import from_first_rank
 from k3train.train.engine import Engine
 
 
@@ -72,7 +73,7 @@ def _newest_good(
     data: str,
 ) -> Origin | None:
     bad: list[tuple[Path, str]] = []
-    for path in _shared([path for _, path in reversed(directory.committed(root))]):
+    for path in from_first_rank(lambda: [folder for _, folder in reversed(directory.committed(root))]):
         found = _problems(path, config.checkpoint.verify)
         if found:
             bad.append((path, found[0]))
@@ -107,17 +108,9 @@ def _problems(path: Path, verify: bool) -> list[str]:
     Raises:
         NewerFormatError: a newer version wrote it.
     """
-    box: list[Any] = [None]
-    if dist.get_rank() == 0:
-        try:
-            box[0] = health.problems(path)
-        except UserError as error:
-            box[0] = error
-    dist.broadcast_object_list(box, src=0)
-    if isinstance(box[0], UserError):
-        raise box[0]
-    if box[0] or not verify or (listed := store.shared_marker(path).get("manifest")) is None:
-        return box[0]
+    found = from_first_rank(lambda: health.problems(path))
+    if found or not verify or (listed := store.shared_marker(path).get("manifest")) is None:
+        return found
     try:
         files = manifest.read(path, listed)
         mine = list(files)[dist.get_rank() :: dist.get_world_size()]
@@ -133,15 +126,8 @@ def _set_aside(bad: list[tuple[Path, str]], step: int) -> list[str]:
     told = []
     for path, why in bad:
         aside = path.with_name(f"{path.name}.damaged")
-        box = [False]
-        if dist.get_rank() == 0:
-            try:
-                path.rename(aside)
-                box[0] = True
-            except OSError:
-                pass
-        dist.broadcast_object_list(box, src=0)
-        where = f"it is kept as {aside.name}" if box[0] else "it cannot be renamed: remove it by hand"
+        failure = store.on_first_rank(lambda path=path, aside=aside: path.rename(aside))
+        where = "it cannot be renamed: remove it by hand" if failure else f"it is kept as {aside.name}"
         told.append(f"{path} is damaged ({why}); the run goes back to step {step}, and {where}")
     return told
 
@@ -173,9 +159,3 @@ def _check_source(config: RecipeConfig, source: Path) -> None:
                 f"checkpoint.load={source} holds another model: model.{name} was {there[name]} there and is {here}"
                 f" here; choose another checkpoint, or model.{name}={there[name]}"
             )
-
-
-def _shared(paths: list[Path]) -> list[Path]:
-    box = [paths]
-    dist.broadcast_object_list(box, src=0)
-    return box[0]

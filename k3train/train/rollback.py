@@ -11,6 +11,7 @@ import torch.distributed as dist
 from k3train.checkpoint import directory, store
 from k3train.errors import UserError
 from k3train.optim.two_phase import TwoPhaseOptimizer, not_finite
+from k3train.parallel.first_rank import from_first_rank
 from k3train.train.guards import Verdict
 
 if TYPE_CHECKING:
@@ -105,20 +106,17 @@ def roll_back(trainer: Trainer) -> None:
             f"{config.optim.lr} in another run.dir"
         )
     trainer.saver.settle()
-    box: list[Path | None] = [None]
-    if dist.get_rank() == 0:
-        found = [path for _, path in directory.committed(trainer.run_dir / "checkpoints")]
-        box[0] = found[max(0, len(found) - config.guards.rollback_checkpoints)] if found else None
-    dist.broadcast_object_list(box, src=0)
-    if box[0] is None:
+    found = from_first_rank(lambda: [path for _, path in directory.committed(trainer.run_dir / "checkpoints")])
+    if not found:
         raise UserError(
             f"Run {config.run.name}: a guard asks for a rollback at step {trainer.state.step}, and there is no "
             "checkpoint yet; try a smaller checkpoint.interval, or guards.*=skip"
         )
-    restore_weights(trainer, box[0])
+    path = found[max(0, len(found) - config.guards.rollback_checkpoints)]
+    restore_weights(trainer, path)
     trainer.telemetry.alert(
-        f"step {trainer.state.step}: rolled back to the weights of {box[0]}; the data up to here are passed over",
-        rollback=str(box[0]),
+        f"step {trainer.state.step}: rolled back to the weights of {path}; the data up to here are passed over",
+        rollback=str(path),
     )
 
 

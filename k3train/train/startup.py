@@ -22,6 +22,7 @@ from k3train.config.load import recipe_from_dict
 from k3train.config.schema import RecipeConfig, to_plain
 from k3train.errors import UserError
 from k3train.optim.policy import TableRow, format_table
+from k3train.parallel.first_rank import from_first_rank
 from k3train.parallel.stages import describe
 from k3train.platform import Platform
 from k3train.telemetry.metrics_log import read_metrics
@@ -55,15 +56,16 @@ def claimed_run_directory(config: RecipeConfig) -> Iterator[Path]:
     """
     run_dir = Path(config.run.dir)
     with ExitStack() as held:
-        box: list[str | None] = [None]
-        if dist.get_rank() == 0:
+
+        def take() -> None:
             try:
-                box[0] = _lock(run_dir, held) or _claim(run_dir, resolved(config), config.checkpoint.resume)
+                told = _lock(run_dir, held) or _claim(run_dir, resolved(config), config.checkpoint.resume)
             except OSError as error:
-                box[0] = f"run.dir={run_dir} cannot be written ({error}); choose another with run.dir=..."
-        dist.broadcast_object_list(box, src=0)
-        if box[0] is not None:
-            raise UserError(box[0])
+                told = f"run.dir={run_dir} cannot be written ({error}); choose another with run.dir=..."
+            if told is not None:
+                raise UserError(told)
+
+        from_first_rank(take)
         yield run_dir
 
 

@@ -24,7 +24,7 @@ def save_weights(folder: Path, config: Any, models: list[torch.nn.Module], token
     if dist.get_rank() == 0:
         partial.mkdir(parents=True)
     dist.barrier()
-    dist_checkpointing.save(store._model_state(models), str(partial))
+    dist_checkpointing.save(store.model_state(models), str(partial))
     if dist.get_rank() == 0:
         if tokenizer is not None:
             directory.copy_tokenizer(tokenizer, partial / directory.TOKENIZER)

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-import torch.distributed as dist
 
 from k3train.config.sft import SftConfig
 from k3train.data.chat.sources import read_conversations
@@ -19,6 +18,7 @@ from k3train.data.chat.tokens import ChatEncoder
 from k3train.data.chat.usable import usable
 from k3train.data.sources import find_sources
 from k3train.errors import UserError
+from k3train.parallel.first_rank import from_first_rank
 
 _VERSION = 1  # of these files and of what the encoder makes
 
@@ -56,19 +56,17 @@ def encoded_set(
     Raises:
         UserError: a file or conversation is not usable, nothing is left to train on, or the cache cannot be written.
     """
-    box: list[str | None] = [None, None]
-    if not dist.is_initialized() or dist.get_rank() == 0:
+
+
+    def make() -> Path:
         try:
-            box[0] = str(_make(inputs, sft, encoder, seq_length, cache, name))
-        except UserError as error:
-            box[1] = str(error)
+            return _make(inputs, sft, encoder, seq_length, cache, name)
         except OSError as error:
-            box[1] = f"Encoded conversations cannot be written to {cache} ({error.strerror}); see to space and rights"
-    if dist.is_initialized():
-        dist.broadcast_object_list(box, src=0)
-    if box[1] is not None:
-        raise UserError(box[1])
-    return _open(Path(box[0]))
+            raise UserError(
+                f"Encoded conversations cannot be written to {cache} ({error.strerror}); see to space and rights"
+            ) from error
+
+    return _open(from_first_rank(make))
 
 
 def _make(inputs: list[str], sft: SftConfig, encoder: ChatEncoder, seq_length: int, cache: Path, name: str) -> Path:
