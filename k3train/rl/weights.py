@@ -25,6 +25,8 @@ def refresh(engine: SharedEngine, config: RecipeConfig, trainer: Any, version: i
         UserError: the layout cannot do it in place, the folder cannot be written, or the server refuses.
     """
     rollout = config.rl.rollout
+    # The export asks `hf.mapping.weights_of` for the model's tensors, which lays the ranks out anew to build it; the
+    # trainer's layout would be gone, and the next weights saved in another.
     if dist.get_world_size() > 1:
         raise UserError(
             f"rl.rollout.refresh={rollout.refresh} sends the weights of one rank, and this run has"
