@@ -65,6 +65,19 @@ def _cpu_rank() -> Iterator[None]:
     platform.stop()
 
 
+@pytest.fixture(autouse=True)
+def _rank_stays() -> Iterator[None]:
+    """A test that stops the session's rank fails itself, and not the tests after it that want the rank."""
+
+    def started() -> bool:
+        return "torch.distributed" in sys.modules and sys.modules["torch.distributed"].is_initialized()
+
+    shared = started()
+    yield
+    if shared and not started():
+        pytest.fail("this test destroyed the process group that the session's tests share (platform.stop?)")
+
+
 @pytest.fixture
 def single_rank(_cpu_rank: None) -> None:
     """One gloo rank in this process with fresh model-parallel groups."""

@@ -28,6 +28,7 @@ def test_a_full_disk_is_one_sentence(
         raise SystemExit(code)
 
     monkeypatch.setattr(platform, "start", lambda *_: Platform("cpu", None, "gloo", 0, 0, ranks))
+    monkeypatch.setattr(platform, "stop", lambda: None)  # nothing was started; the session's own rank goes on
     monkeypatch.setattr(inputs, "check_inputs", lambda config: None)
     monkeypatch.setattr(loop, "run_training", full)
     monkeypatch.setattr(os, "_exit", leave)
