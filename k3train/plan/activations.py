@@ -18,7 +18,7 @@ from k3train.model.model import padded_vocab_size
 
 CHUNK_CPU = 16  # tokens of a chunk of k3kernels' KDA
 CHUNK_FLA = 64  # of fla's
-KINDS = ("mixers", "KDA states", "experts", "feed-forwards", "residual stream", "logits")
+KINDS = ("mixers", "KDA states", "experts", "feed-forwards", "residual stream", "block summaries", "logits")
 
 
 @dataclass(frozen=True)
@@ -196,6 +196,11 @@ class Activations:
             rows = padded_vocab_size(self.model.vocab_size, self.model.vocab_padding_multiple, self.tp) / self.tp
             low = self.e if self.e == 2 else 0
             found["logits in the making"] = self.tokens * rows * (low + 4)  # as computed, and a gradient
+        if self.cuda and any(not self.model.is_full_attention(i) for i in layers):
+            kda = self.model.kda
+            # fla's backward makes the state before every chunk again, and its gradient.
+            states = self.tokens / CHUNK_FLA * kda.num_heads / self.tp * kda.head_dim**2
+            found["KDA states, made again"] = 2 * states * self.e
         if self.recompute and layers:
             kinds = {(self.model.is_full_attention(i), self.model.is_moe(i)) for i in layers}
             found["recomputed layer"] = max(self.whole_layer(*kind).total for kind in kinds)

@@ -52,6 +52,11 @@ class Tensor:
         match = re.match(r"decoder\.layers\.(\d+)\.", self.name)
         return int(match[1]) if match else None
 
+    @property
+    def cut_columns(self) -> bool:
+        """Whether what is cut are the columns of its matrices."""
+        return self.cut is not None and self.cut == len(self.shape) - 1
+
     def local_shape(self, parallel: ParallelConfig, padding_multiple: int, vocab_size: int) -> tuple[int, ...]:
         """The shape of one rank's part."""
         shape = list(self.shape)

@@ -90,22 +90,19 @@ def _numbered(forward: bool, number: int, pipeline: int, virtual: int) -> Pass:
     return Pass(forward, chunk if forward else virtual - 1 - chunk, group * pipeline + within % pipeline)
 
 
-def peak_in_flight(passes: Sequence[Pass], kept: Sequence[float], shared: float = 0.0) -> float:
-    """The most bytes alive at once where a forward of chunk c keeps `kept[c]` until its backward.
+def in_flight_at_peak(passes: Sequence[Pass], kept: Sequence[float]) -> tuple[int, ...]:
+    """How many micro-batches of each chunk are between forward and backward when they keep the most.
 
-    `shared` is kept besides for every micro-batch from its first forward to its last backward on the rank.
+    A forward of chunk c keeps `kept[c]` bytes until its backward.
     """
-    alive = most = 0.0
-    begun: dict[int, int] = {}
+    alive = [0] * len(kept)
+    best, most = tuple(alive), -1.0
     for work in passes:
-        if work.forward:
-            alive += kept[work.chunk] + (shared if not begun.get(work.micro_batch) else 0.0)
-            begun[work.micro_batch] = begun.get(work.micro_batch, 0) + 1
-            most = max(most, alive)
-        else:
-            begun[work.micro_batch] -= 1
-            alive -= kept[work.chunk] + (shared if not begun[work.micro_batch] else 0.0)
-    return most
+        alive[work.chunk] += 1 if work.forward else -1
+        size = sum(count * each for count, each in zip(alive, kept))
+        if work.forward and size > most:
+            best, most = tuple(alive), size
+    return best
 
 
 def simulate(times: Sequence[StageTimes], pipeline: int, micro_batches: int) -> Timeline:

@@ -7,12 +7,11 @@ without regard to parameters. Here the same functions lay out parameters without
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
 
 import torch
 from megatron.core.distributed import DistributedDataParallelConfig
-from megatron.core.distributed.param_and_grad_buffer import group_params_for_buffers
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 from k3train.config.layout import expand_layout
@@ -60,6 +59,7 @@ class Held:
     main: int = 0  # fp32 copies of bf16 parameters
     moments: int = 0
     router: int = 0  # selection biases and their statistics
+    expert_parameters: int = 0  # routed experts' elements
     runs: list[Run] = field(default_factory=list)
 
     @property
@@ -101,53 +101,79 @@ def moe_layers(config: RecipeConfig, rank: int) -> int:
     return count
 
 
-def held(
-    inventory: Inventory, config: RecipeConfig, world_size: int, pipeline_rank: int, data_rank: int, expert_rank: int
-) -> Held:
-    """What the rank with these numbers in its pipeline, data-parallel and expert-data-parallel groups holds."""
-    groups, parallel = Groups.of(config, world_size), config.parallel
-    result = Held(router=inventory.buffers.router * moe_layers(config, pipeline_rank))
-    ddp = DistributedDataParallelConfig(
-        grad_reduce_in_fp32=True,
-        use_distributed_optimizer=parallel.distributed_optimizer,
-        overlap_grad_reduce=parallel.overlap_grad_reduce,
-    )
-    bucket = None
-    if parallel.overlap_grad_reduce and pipeline_rank == 0:
-        bucket = max(40_000_000, 1_000_000 * (groups.data // parallel.context))
-    for chunk, members in enumerate(stage_tensors(inventory, config, pipeline_rank)):
-        stand_ins = {_stand_in(t, shared, config): t for t, shared in members}
-        result.weights += sum(p.numel() * p.element_size() for p in stand_ins)
-        trained = [p for p, t in stand_ins.items() if t.trained]
-        if not parallel.distributed_optimizer:
-            _add_whole(result, trained, stand_ins, chunk)
-            continue
-        size = bucket if chunk == 0 else None
+class StageLayout:
+    """The buffers of one pipeline rank's chunks, laid out once for all ranks of its stage."""
+
+    def __init__(self, inventory: Inventory, config: RecipeConfig, world_size: int, pipeline_rank: int) -> None:
+        self.groups, self.sharded = Groups.of(config, world_size), config.parallel.distributed_optimizer
+        self.common = Held(router=inventory.buffers.router * moe_layers(config, pipeline_rank))
+        self._buffers: list[tuple[object, dict, int, bool]] = []  # layout, stand-ins, chunk, of experts
+        self._whole: list[Run] = []
+        ddp = DistributedDataParallelConfig(
+            grad_reduce_in_fp32=True,
+            use_distributed_optimizer=self.sharded,
+            overlap_grad_reduce=config.parallel.overlap_grad_reduce,
+        )
+        bucket = None
+        if config.parallel.overlap_grad_reduce and pipeline_rank == 0:
+            bucket = max(40_000_000, 1_000_000 * (self.groups.data // config.parallel.context))
+        for chunk, members in enumerate(stage_tensors(inventory, config, pipeline_rank)):
+            stand_ins = {_stand_in(t, shared, config): t for t, shared in members}
+            self.common.weights += sum(p.numel() * p.element_size() for p in stand_ins)
+            self.common.expert_parameters += sum(p.numel() for p, t in stand_ins.items() if t.expert)
+            trained = [p for p, t in stand_ins.items() if t.trained]
+            if self.sharded:
+                self._lay_out(trained, stand_ins, chunk, bucket if chunk == 0 else None, ddp)
+            else:
+                self._take_whole(trained, stand_ins, chunk)
+
+    def _lay_out(
+        self, trained: list, stand_ins: dict, chunk: int, bucket: int | None, ddp: DistributedDataParallelConfig
+    ) -> None:
         layouts = DistributedOptimizer.compute_full_param_layout(
-            trained, size, groups.data, ddp, expert_data_parallel_world_size=groups.expert_data
+            trained, bucket, self.groups.data, ddp, expert_data_parallel_world_size=self.groups.expert_data
         ).layouts
         for key, layout in layouts.items():
-            ranks, rank = (groups.expert_data, expert_rank) if key.is_expert_parallel else (groups.data, data_rank)
-            _add_buffer(result, layout, stand_ins, (rank, ranks, chunk))
-    return result
+            numel = layout.bucket_indices[-1][1]
+            size = key.param_dtype.itemsize
+            self.common.gradients += numel * _FP32
+            self.common.padding += (numel - sum(p.numel() for p in layout.param_index_map)) * size
+            self._buffers.append((layout, stand_ins, chunk, key.is_expert_parallel))
 
+    def _take_whole(self, trained: list, stand_ins: dict, chunk: int) -> None:
+        for parameter in trained:
+            self.common.gradients += parameter.numel() * _FP32
+            self._whole.append(Run(stand_ins[parameter], tuple(parameter.shape), 0, parameter.numel(), chunk))
 
-def largest(inventory: Inventory, config: RecipeConfig, world_size: int, pipeline_rank: int) -> Held:
-    """The most that any rank of a pipeline stage holds of each kind (exact but for which rank holds which extreme).
+    def runs(self, data_rank: int, expert_rank: int) -> list[Run]:
+        """What the optimizer of one rank of the stage updates."""
+        found = list(self._whole)
+        for layout, stand_ins, chunk, of_experts in self._buffers:
+            ranks, rank = (self.groups.expert_data, expert_rank) if of_experts else (self.groups.data, data_rank)
+            for parameter, start, length in _runs(layout, rank, ranks):
+                found.append(Run(stand_ins[parameter], tuple(parameter.shape), start, length, chunk))
+        return found
 
-    Weights, padding and gradients are the same on all ranks of a stage; optimizer state differs by how many of
-    Muon's and of AdamW's elements fall into a rank's runs.
-    """
-    groups = Groups.of(config, world_size)
-    if not config.parallel.distributed_optimizer:
-        return held(inventory, config, world_size, pipeline_rank, 0, 0)
-    best: Held | None = None
-    for rank in range(max(groups.data, groups.expert_data)):
-        one = held(inventory, config, world_size, pipeline_rank, rank % groups.data, rank % groups.expert_data)
-        if best is None or one.optimizer > best.optimizer:
-            best = one
-    assert best is not None
-    return best
+    def held(self, data_rank: int, expert_rank: int) -> Held:
+        """What the rank with these numbers in its data- and expert-data-parallel groups holds."""
+        result = replace(self.common, runs=self.runs(data_rank, expert_rank))
+        for run in result.runs:
+            if run.tensor.dtype != torch.float32:
+                result.main += run.length * _FP32
+            result.moments += run.length * _FP32 * _MOMENTS[run.tensor.muon]
+        return result
+
+    def largest(self) -> Held:
+        """What the rank of this stage holds that holds most.
+
+        Weights, padding and gradients are the same on all ranks of a stage; optimizer state differs by how many of
+        Muon's and of AdamW's elements fall into a rank's runs.
+        """
+        if not self.sharded:
+            return self.held(0, 0)
+        ranks = range(max(self.groups.data, self.groups.expert_data))
+        every = (self.held(rank % self.groups.data, rank % self.groups.expert_data) for rank in ranks)
+        return max(every, key=lambda one: one.optimizer)
 
 
 def _stand_in(tensor: Tensor, shared: bool, config: RecipeConfig) -> torch.nn.Parameter:
@@ -161,17 +187,6 @@ def _stand_in(tensor: Tensor, shared: bool, config: RecipeConfig) -> torch.nn.Pa
     return parameter
 
 
-def _add_buffer(result: Held, layout: object, stand_ins: dict, place: tuple[int, int, int]) -> None:
-    rank, ranks, chunk = place
-    numel = layout.bucket_indices[-1][1] if layout.bucket_indices else 0
-    result.gradients += numel * _FP32
-    held_by_params = sum(p.numel() for p in layout.param_index_map)
-    for parameter in list(layout.param_index_map)[:1]:
-        result.padding += (numel - held_by_params) * parameter.element_size()
-    for parameter, start, length in _runs(layout, rank, ranks):
-        _add_run(result, Run(stand_ins[parameter], tuple(parameter.shape), start, length, chunk))
-
-
 def _runs(layout: object, rank: int, ranks: int) -> Iterator[tuple[torch.nn.Parameter, int, int]]:
     """Parameter, first element and number of elements of each run in this rank's shares of the buckets."""
     for parameter, (start, end, bucket) in layout.param_index_map.items():
@@ -180,17 +195,3 @@ def _runs(layout: object, rank: int, ranks: int) -> Iterator[tuple[torch.nn.Para
         low, high = max(start, first + rank * share), min(end, first + (rank + 1) * share)
         if low < high:
             yield parameter, low - start, high - low
-
-
-def _add_whole(result: Held, trained: Sequence[torch.nn.Parameter], stand_ins: dict, chunk: int) -> None:
-    for parameters, _ in group_params_for_buffers(list(trained), True).values():
-        for parameter in parameters:
-            result.gradients += parameter.numel() * _FP32
-            _add_run(result, Run(stand_ins[parameter], tuple(parameter.shape), 0, parameter.numel(), chunk))
-
-
-def _add_run(result: Held, run: Run) -> None:
-    if run.tensor.dtype != torch.float32:
-        result.main += run.length * _FP32
-    result.moments += run.length * _FP32 * _MOMENTS[run.tensor.muon]
-    result.runs.append(run)

@@ -93,19 +93,19 @@ def hold_all(rank: int, world_size: int, layouts: list[dict[str, Any]]) -> list[
 
 def test_planned_bytes_are_those_that_ranks_hold(pool: WorkerPool, single_rank: None) -> None:
     from k3train.plan.inventory import take_inventory
-    from k3train.plan.sharding import held, largest
+    from k3train.plan.sharding import StageLayout
 
     ranks = 4
     measured = pool.run(hold_all, ranks, LAYOUTS)
     for number, layout in enumerate(LAYOUTS):
         config = config_of(layout)
         inventory = take_inventory(config)
-        most: dict[int, int] = {}
+        stages = [StageLayout(inventory, config, ranks, stage) for stage in range(config.parallel.pipeline)]
+        most = [0] * len(stages)
         for rank in range(ranks):
             size, (stage, data, expert) = measured[rank][number]
-            planned = held(inventory, config, ranks, stage, data, expert)
+            planned = stages[stage].held(data, expert)
             assert {kind: getattr(planned, kind) for kind in size} == size, (layout, rank)
-            most[stage] = max(most.get(stage, 0), size["main"] + size["moments"])
-        for stage, bytes_held in most.items():
-            assert largest(inventory, config, ranks, stage).optimizer == bytes_held, layout
+            most[stage] = max(most[stage], size["main"] + size["moments"])
+        assert [stage.largest().optimizer for stage in stages] == most, layout
     assert len({str(layout) for layout in LAYOUTS}) >= 10

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from megatron.core.pipeline_parallel.schedules import get_schedule_table
 
-from k3train.plan.schedule import Pass, StageTimes, order, peak_in_flight, simulate, uniform_time
+from k3train.plan.schedule import StageTimes, in_flight_at_peak, order, simulate, uniform_time
 
 
 @pytest.mark.parametrize(
@@ -43,11 +43,11 @@ def test_transfers_delay_who_waits_for_them() -> None:
 def test_what_is_in_flight() -> None:
     """1F1B keeps P - p micro-batches on rank p; interleaved 2 (P - p - 1) + (V - 1) P + 1 chunks."""
     for rank in range(4):
-        assert peak_in_flight(order(4, 1, rank, 8), [1.0]) == 4 - rank
-        assert peak_in_flight(order(4, 2, rank, 8), [1.0, 1.0]) == 2 * (4 - rank - 1) + 4 + 1
-    assert peak_in_flight(order(4, 1, 0, 2), [1.0]) == 2  # fewer micro-batches than ranks
-    passes = [Pass(True, 0, 0), Pass(True, 1, 0), Pass(False, 1, 0), Pass(False, 0, 0)]
-    assert peak_in_flight(passes, [1.0, 10.0], shared=100.0) == 111.0
+        assert in_flight_at_peak(order(4, 1, rank, 8), [1.0]) == (4 - rank,)
+        assert sum(in_flight_at_peak(order(4, 2, rank, 8), [1.0, 1.0])) == 2 * (4 - rank - 1) + 4 + 1
+    assert in_flight_at_peak(order(4, 1, 0, 2), [1.0]) == (2,)  # fewer micro-batches than ranks
+    # Where the second chunk keeps next to nothing, the peak is the first chunk's.
+    assert in_flight_at_peak(order(2, 2, 1, 4), [1.0, 0.001])[0] == 3
 
 
 def test_interleaving_needs_whole_groups() -> None:
