@@ -124,13 +124,11 @@ def search(
     hopeful = sorted((c for c in found if 0.8 * c.gib <= room), key=lambda c: c.seconds)
     fitting: list[Plan] = []
     nearest: Plan | None = None
-    tried = 0
     least = min(found, key=lambda c: c.gib, default=None)
-    for candidate in hopeful or ([least] if least else []):
+    for candidate in (hopeful or ([least] if least else []))[:MOST_FULL_PLANS]:
         # The rough order is near the final one; a few more than asked for are planned in full.
-        if len(fitting) >= top + 5 or tried >= MOST_FULL_PLANS:
+        if len(fitting) >= top + 5:
             break
-        tried += 1
         plan = make_plan(candidate.config, cluster, inventory, world_size)
         if plan.fits:
             fitting.append(plan)

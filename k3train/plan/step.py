@@ -1,4 +1,4 @@
-"""One optimizer step: the pipeline's passes, reducing gradients, the optimizer, and what that makes of a token budget."""
+"""One optimizer step: the pipeline's passes, reducing gradients, the optimizer, and what a token budget then costs."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ def memory_table(plan: Plan) -> list[list[str]]:
     columns: dict[tuple, list[int]] = {}
     for rank in plan.memory:
         bars = rank.bars()
-        cells = tuple(f"{bars.get(name, 0.0) / GIB:,.2f}" for name in names) + (f"{rank.total / GIB:,.2f}",)
+        cells = (*(f"{bars.get(name, 0.0) / GIB:,.2f}" for name in names), f"{rank.total / GIB:,.2f}")
         columns.setdefault(cells, []).append(rank.rank)
     head = ["GiB on pipeline rank", *(_ranges(ranks) for ranks in columns.values())]
     body = [[name, *(cells[i] for cells in columns)] for i, name in enumerate(names)]
@@ -92,7 +92,8 @@ def summary(plan: Plan) -> str:
         f"memory      {room}: {'fits' if plan.fits else 'DOES NOT FIT'}",
         f"step        {_duration(step.seconds)} for {step.tokens_per_step:,} tokens; pipeline ranks wait "
         f"{step.timeline.bubble:.1%} of the passes",
-        f"throughput  {step.tokens_per_second:,.0f} tokens/s, {step.tokens_per_second / plan.world_size:,.0f} a device; "
+        f"throughput  {step.tokens_per_second:,.0f} tokens/s, "
+        f"{step.tokens_per_second / plan.world_size:,.0f} a device; "
         f"{step.flops_per_device / 1e12:,.1f} TFLOP/s a device, MFU {step.mfu:.1%}",
         f"budget      {step.steps:,} steps = {_count(tokens)} tokens: {step.device_days(tokens):,.1f} device-days, "
         f"{_duration(tokens / step.tokens_per_second)} on these",

@@ -27,7 +27,7 @@ KERNELS = {"kda": 60, "mla": 45, "dense": 12, "moe": 110, "mix": 20}  # launched
 
 @dataclass(frozen=True)
 class Practice:
-    """How the run computes, where programs differ; the defaults are this one's. Published runs of others have theirs."""
+    """How the run computes, where programs differ; the defaults are this one's, published runs have theirs."""
 
     format: str = "bf16"  # of linear layers and experts: fp32 | bf16 | fp8
     router_fp32: bool = True
