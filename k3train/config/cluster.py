@@ -18,8 +18,8 @@ class PeakConfig:
 class EfficiencyConfig:
     """What share of a device's figures real kernels reach. Assumptions of the model (docs/planner.md says whence)."""
 
-    matmul: float = 0.62  # of the peak, for large products
-    grouped: float = 0.5  # of the peak, for the experts' grouped products
+    matmul: float = 0.53  # of the peak, for large products
+    grouped: float = 0.42  # of the peak, for the experts' grouped products
     attention: float = 0.45  # of the peak, for softmax attention
     memory: float = 0.75  # of the memory bandwidth
     link: float = 0.75  # of a link's bandwidth, for large messages

@@ -10,7 +10,6 @@ from pathlib import Path
 from k3train.config.load import load_recipe
 from k3train.config.rules_cluster import load_cluster
 from k3train.config.schema import RecipeConfig
-from k3train.environment import place
 from k3train.errors import UserError
 
 
@@ -20,9 +19,8 @@ def run(arguments: argparse.Namespace) -> int:
     Raises:
         UserError: a wrong recipe, cluster or path, or a layout that does not fit.
     """
-    here = place()
-    if here is not None and here.world_size > 1:
-        raise UserError(f"k3train plan runs as one process, and a launcher started {here.world_size}; start it alone")
+    if (started := os.environ.get("WORLD_SIZE", "1")) != "1":
+        raise UserError(f"k3train plan runs as one process, and a launcher started {started}; start it by itself")
     for path in (arguments.picture, arguments.json):
         _check_writable(path)
     overrides, cluster_name, changes = split_overrides(arguments.overrides)

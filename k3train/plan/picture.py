@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from k3train.errors import UserError
 from k3train.plan.memory import GIB
 from k3train.plan.plan import Plan
 from k3train.plan.text import layout_name
@@ -34,13 +35,13 @@ _COLORS = {
     "optimizer step, beyond that": "#e3e6e9",
 }
 _FORWARD, _BACKWARD = ("#1f5fa8", "#5b93cf", "#8fb8e0", "#c3daf0"), ("#d9660f", "#f0954b", "#f7b880", "#fbdcbb")
-_MOST_GROUPS = 3  # of micro-batches (one a pipeline rank) that the timeline shows
+_MOST_GROUPS = 2  # of micro-batches (one a pipeline rank) that the timeline shows
 
 
 def draw(plan: Plan, path: Path) -> None:
     """Write the picture; the format follows the name (png, pdf, svg).
 
-    Raises OSError or ValueError from the plotting library where that cannot be done.
+    Raises UserError for a format that the plotting library does not know.
     """
     from matplotlib.figure import Figure
 
@@ -51,7 +52,10 @@ def draw(plan: Plan, path: Path) -> None:
     figure.suptitle(f"{title}{layout_name(plan.config, plan.world_size)} (predicted)", fontsize=12)
     _bars(figure.add_subplot(grid[0]), plan)
     _timeline(figure.add_subplot(grid[1]), plan)
-    figure.savefig(path, dpi=130)
+    try:
+        figure.savefig(path, dpi=130)
+    except ValueError as error:
+        raise UserError(f"--picture {path} cannot be drawn ({error}); name a file such as plan.png") from error
 
 
 def _bars(axes: Axes, plan: Plan) -> None:
@@ -98,7 +102,11 @@ def _timeline(axes: Axes, plan: Plan) -> None:
                     if p.work.forward is forward and p.work.chunk == chunk and p.start < end
                 ]
                 label = f"{'forward' if forward else 'backward'} {chunk}" if number == 0 else None
-                style = {"facecolors": colors[chunk % len(colors)], "edgecolors": "white", "linewidth": 0.3}
+                style = {
+                    "facecolors": colors[chunk % len(colors)],
+                    "edgecolors": "white",
+                    "linewidth": 0.3 if len(rank) < 200 else 0.0,
+                }
                 axes.broken_barh(spans, (number - 0.42, 0.84), label=label, **style)
     axes.set_xlim(0, unit * end)
     axes.set_ylim(len(step.timeline.ranks) - 0.5, -0.5)

@@ -95,7 +95,7 @@ def plan_step(
     for i in _own(slowest, p):
         for name, seconds in by_stage[i].items():
             parts[name] = parts.get(name, ZERO) + seconds
-    after, hidden = _after(config, cluster, world_size, memory, times)
+    after, hidden = _after(config, cluster, links, memory, times, practice)
     peak = (cluster.peak_tflops.fp32 if train.precision == "fp32" else cluster.peak_tflops.bf16) * 1e12
     return StepPlan(
         world_size=world_size,
@@ -127,11 +127,16 @@ def _split_elements(memory: RankMemory) -> tuple[float, float]:
 
 
 def _after(
-    config: RecipeConfig, cluster: ClusterConfig, world_size: int, memory: list[RankMemory], times: list[StageTimes]
+    config: RecipeConfig,
+    cluster: ClusterConfig,
+    links: Links,
+    memory: list[RankMemory],
+    times: list[StageTimes],
+    practice: Practice,
 ) -> tuple[dict[str, float], dict[str, float]]:
     """What follows the passes on the slowest rank, and the communication that passes hide."""
     p, train = config.parallel, config.train
-    links, groups = Links(cluster, p, world_size), Groups.of(config, world_size)
+    groups = Groups.of(config, links.world_size)
     bandwidth = cluster.memory_gbs * 1e9 * cluster.efficiency.memory
     reduce = gather = update = iterate = exchange = 0.0
     element = 2 if train.precision == "bf16" else 4
@@ -140,7 +145,9 @@ def _after(
         dense, experts = _split_elements(rank)
         spread = [(dense, groups.data, p.tensor), (experts, groups.expert_data, p.expert * p.expert_tensor)]
         rounds = 1 if p.distributed_optimizer else 2  # an all-reduce is both halves
-        reduce = max(reduce, rounds * sum(links.gather(4 * n, ranks, stride) for n, ranks, stride in spread))
+        reduce = max(
+            reduce, rounds * sum(links.gather(practice.gradient_bytes * n, r, stride) for n, r, stride in spread)
+        )
         if p.distributed_optimizer:
             gather = max(gather, sum(links.gather(element * n, ranks, stride) for n, ranks, stride in spread))
         muon = orthogonalization(rank.held, config, groups, cluster.kind)
@@ -153,9 +160,11 @@ def _after(
     found, hidden = {"optimizer": update}, {}
     found |= {"Newton-Schulz": iterate, "Muon's exchange": exchange}
     found["router counts"] = _router_counts(config, links, groups, memory)
-    # Overlapped, gradients are reduced while the last micro-batch's backward runs, parameters while the first forward.
-    behind = {"gradient reduction": (reduce, p.overlap_grad_reduce, min(t.backward for t in times))}
-    behind["parameter gathering"] = (gather, p.overlap_param_gather, min(t.forward for t in times))
+    # Overlapped, gradients are reduced from the last backward of a rank's last chunk on, and parameters are gathered
+    # until the first forward of its last chunk.
+    chunks = 1 + p.pipeline * (p.virtual_pipeline - 1)
+    behind = {"gradient reduction": (reduce, p.overlap_grad_reduce, chunks * min(t.backward for t in times))}
+    behind["parameter gathering"] = (gather, p.overlap_param_gather, chunks * min(t.forward for t in times))
     for name, (seconds, overlapped, cover) in behind.items():
         hidden[name] = min(seconds, cover) if overlapped else 0.0
         found[name] = seconds - hidden[name]

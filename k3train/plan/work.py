@@ -36,6 +36,8 @@ class Practice:
     overlapped_dispatch: bool = False  # the exchange runs beside another micro-batch's computation
     launch_free: bool = False  # CUDA graphs
     recompute_share: float | None = None  # of the forward that is run again; None: as the recipe says
+    gradient_bytes: int = 4  # of an element while gradients are reduced
+    permute_passes: int = 8  # times that token copies are read or written on their way to an expert and back
 
     @staticmethod
     def of(config: RecipeConfig) -> Practice:
@@ -127,7 +129,7 @@ class Work:
             "projections": self._product(2 * (3 * h * shared + (2 * h * latent if m.latent_size else 0)) * t),
             "router": self._product(2 * h * m.num_experts * t, "matmul", "fp32" if self.practice.router_fp32 else None),
         }
-        permuted = copies * (8 * latent + 5 * m.expert_hidden_size)
+        permuted = copies * (self.practice.permute_passes * latent + 5 * m.expert_hidden_size)
         found["elementwise"] = self._moved((permuted + t * (4 * shared + 6 * h)) * self.e + t * m.num_experts * 24)
         found["dispatch"] = self.dispatch(copies * latent)
         return found
