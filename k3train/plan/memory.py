@@ -14,7 +14,7 @@ from k3train.plan.muon import orthogonalization
 from k3train.plan.schedule import in_flight_at_peak, order
 from k3train.plan.sharding import Groups, Held, StageLayout
 
-GIB = 1024**3
+GIB, MIB = 1024**3, 1024**2
 _FEED = 8 + 8 + 4 + 8  # tokens, labels, loss mask, document numbers
 
 

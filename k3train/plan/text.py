@@ -7,7 +7,7 @@ from typing import Any
 
 from k3train.config.parameters import parameter_count
 from k3train.config.schema import RecipeConfig
-from k3train.plan.memory import GIB
+from k3train.plan.memory import GIB, MIB
 from k3train.plan.plan import Plan
 from k3train.plan.storage import VISION_PARAMETERS, export_bytes
 
@@ -33,14 +33,15 @@ def table(rows: Sequence[Sequence[str]]) -> str:
 
 
 def memory_table(plan: Plan) -> list[list[str]]:
-    """GiB of every pipeline rank, part by part; ranks that are alike share a column."""
+    """Memory of every pipeline rank, part by part; ranks that are alike share a column."""
     names = list(dict.fromkeys(name for rank in plan.memory for name in rank.bars()))
+    size, unit = (GIB, "GiB") if plan.fullest.total >= GIB else (MIB, "MiB")
     columns: dict[tuple, list[int]] = {}
     for rank in plan.memory:
         bars = rank.bars()
-        cells = (*(f"{bars.get(name, 0.0) / GIB:,.2f}" for name in names), f"{rank.total / GIB:,.2f}")
+        cells = (*(f"{bars.get(name, 0.0) / size:,.2f}" for name in names), f"{rank.total / size:,.2f}")
         columns.setdefault(cells, []).append(rank.rank)
-    head = ["GiB on pipeline rank", *(_ranges(ranks) for ranks in columns.values())]
+    head = [f"{unit} on pipeline rank", *(_ranges(ranks) for ranks in columns.values())]
     body = [[name, *(cells[i] for cells in columns)] for i, name in enumerate(names)]
     return [head, *body, ["peak", *(cells[-1] for cells in columns)]]
 
@@ -64,7 +65,7 @@ def time_table(plan: Plan) -> list[list[str]]:
         whole = (seconds.forward + seconds.backward) * step.micro_batches
         rows.append([name, *(f"{1e3 * s:,.2f}" for s in (seconds.forward, seconds.backward, whole))])
     busy = sum(s.forward + s.backward for s in step.parts.values()) * step.micro_batches
-    rows.append(["waiting for other stages", "", "", f"{1e3 * (step.timeline.total - busy):,.2f}"])
+    rows.append(["waiting for other stages", "", "", f"{1e3 * max(0.0, step.timeline.total - busy):,.2f}"])
     rows += [[name, "", "", f"{1e3 * seconds:,.2f}"] for name, seconds in step.after.items()]
     return [*rows, ["step", "", "", f"{1e3 * step.seconds:,.2f}"]]
 
