@@ -29,7 +29,7 @@ LADDER = (
     ("pretrain/k3-tiny", "cpu", ()),
     ("pretrain/k3-mini", "h100-8x", ()),
     ("pretrain/k3-48b", "h100-8x", ("parallel.world_size=64",)),
-    ("pretrain/k3-slice8", "h100-8x", ()),
+    ("pretrain/k3-8layers", "h100-8x", ()),
     ("pretrain/k3", "gb200-nvl72", ()),
 )
 

@@ -63,7 +63,7 @@ def _mla_model(name: str, heads: int, vocab: int, moe: MoEConfig, prediction: bo
 
 def k3_slice() -> ModelConfig:
     """The first 8 layers of Kimi K3 at its own widths."""
-    return load_recipe(["recipe=pretrain/k3-slice8"]).model
+    return load_recipe(["recipe=pretrain/k3-8layers"]).model
 
 
 @dataclass(frozen=True)
