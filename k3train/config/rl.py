@@ -62,7 +62,7 @@ class RolloutConfig:
     concurrency: int = 32  # requests at a time
     retries: int = 3  # of a request that fails, with growing pauses
     timeout_seconds: float = 60.0  # without a byte from the server
-    # How the server gets new weights: in_place (buckets over HTTP, to `k3train serve`, from one rank) | disk (an
+    # How the server gets new weights: in_place (buckets over HTTP, to `k3train serve`) | disk (an
     # exported folder that it reads, update_weights_from_disk) | none.
     refresh: str = "in_place"
     refresh_experts: str = "bf16"  # disk: mxfp4 | bf16

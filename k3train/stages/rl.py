@@ -24,6 +24,7 @@ from k3train.rl.shared_engine import SharedEngine
 from k3train.rl.sources import fingerprint, make_sources, wanted
 from k3train.rl.teachers import Teachers
 from k3train.rl.trajectory import Group
+from k3train.rl.weights import WeightRefresh
 from k3train.rollout.client import CompletionClient
 from k3train.rollout.engine import Work
 from k3train.rollout.local import LocalEngine
@@ -87,6 +88,7 @@ class RLStage:
             )
         else:
             self.engine = SharedEngine(self._connect)
+            self._refresh_weights = WeightRefresh(self.config, trainer)
         self._refreshed: int | None = None
 
     def _connect(self) -> OpenAIEngine:
@@ -119,9 +121,7 @@ class RLStage:
         """Give a server the weights of this version."""
         if self.rl.rollout.engine == "local" or self.rl.rollout.refresh == "none" or self._refreshed == version:
             return
-        from k3train.rl.weights import refresh
-
-        refresh(self.engine, self.config, self._trainer, version)
+        self._refresh_weights(self.engine, version)
         self._refreshed = version
 
     def _batches(self, groups: list[Group], version: int) -> list[Batch]:
