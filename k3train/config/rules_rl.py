@@ -97,6 +97,12 @@ def _check_sources(config: RecipeConfig) -> None:
         for name, value, holds, allowed in checks:
             if not holds:
                 raise UserError(f"{where}.{name}={value} is out of range; allowed: {allowed}; correct {where}.{name}")
+        for effort in environment.efforts:
+            if effort not in EFFORTS:
+                raise UserError(
+                    f"{where}.efforts has {effort}, which does not exist; allowed: {', '.join(EFFORTS)}; try"
+                    f" {where}.efforts=[]"
+                )
     for effort in rl.efforts:
         if effort not in EFFORTS:
             raise refuse(

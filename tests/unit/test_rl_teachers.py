@@ -144,3 +144,35 @@ def test_wrong_teachers_get_one_sentence(teacher: dict[str, Any], parallel: dict
 def test_teachers_that_nobody_asks_are_refused() -> None:
     with pytest.raises(UserError, match=r"rl.objective.signal=outcome asks no teacher"):
         check_teachers(recipe_from_dict({"rl": {"teachers": [{"checkpoint": "a"}]}, "data": {"tokenizer": "t"}}))
+
+
+def test_environments_take_pairs_of_families_and_efforts(tmp_path: Any) -> None:
+    """One file for several environments; evaluations have the tasks that some environment takes. Keys that are empty
+    leave the fingerprint of older runs."""
+    import json
+
+    from k3train.rl.sources import fingerprint, held_out, make_sources
+
+    asked = [{"role": "user", "content": "what"}]
+    rows = [
+        {"id": f"{f}-{e}", "family": f, "answer": "x", "thinking_effort": e, "messages": asked}
+        for f in ("add", "sort")
+        for e in ("low", "high")
+    ]
+    file = tmp_path / "tasks.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+    def section(*pairs: dict[str, list[str]]) -> Any:
+        rl = {"environments": [{"tasks": str(file), **pair} for pair in pairs], "eval_tasks": str(file)}
+        return recipe_from_dict({"rl": rl, "data": {"tokenizer": "t"}}).rl
+
+    config = section({"families": ["add"], "efforts": ["low"]}, {"families": ["sort"], "efforts": ["high"]})
+    sources = make_sources(config)
+    assert [[task.id for task in source.tasks] for source in sources] == [["add-low"], ["sort-high"]]
+    assert [task.id for task in held_out(config)] == ["add-low", "sort-high"]
+    with pytest.raises(UserError, match=r"of its own families=\['none'\]"):
+        make_sources(section({"families": ["none"]}))
+    tokenizer = SimpleNamespace(sha256="s")
+    narrow, wide = section({"families": ["add"]}), section({})
+    kept = make_sources(narrow)
+    assert fingerprint(narrow, kept, tokenizer) != fingerprint(wide, kept, tokenizer)
