@@ -123,9 +123,9 @@ def test_tensor_parallel_ranks_train_as_one(
         assert [code for code, _ in results] == [0] * ranks, results[0][0]
     np.testing.assert_allclose(stored(tmp_path / "two", "logprobs"), stored(tmp_path / "one", "logprobs"), atol=2e-5)
     for ours, one in zip(lines(tmp_path / "two", "train"), lines(tmp_path / "one", "train"), strict=True):
-        assert one["teacher_kl"] > 1e-3
+        assert one["teacher_kl"] > 1e-4
         for key in ("teacher_kl", "cross_entropy", "loss"):
-            assert ours[key] == pytest.approx(one[key], rel=1e-4)
+            assert ours[key] == pytest.approx(one[key], rel=1e-4, abs=1e-6)
         assert ours["grad_norm"] == pytest.approx(one["grad_norm"], rel=1e-3)
 
 
