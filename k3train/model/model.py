@@ -22,13 +22,17 @@ from k3train.parallel.stages import StageContents
 
 @dataclass
 class TokenLosses:
-    """Per-token cross-entropies [b, s] in fp32 nats, and where they count; `batch` is what else a stage put in."""
+    """Per-token cross-entropies [b, s] in fp32 nats, and where they count; `batch` is what else a stage put in.
 
-    loss: torch.Tensor
+    Where the model keeps its logits for the stage, `logits` is its shard of them [s, b, v / TP] and `loss` None.
+    """
+
+    loss: torch.Tensor | None
     loss_mask: torch.Tensor
     mtp_loss: torch.Tensor | None = None
     mtp_mask: torch.Tensor | None = None
     batch: dict[str, torch.Tensor] = field(default_factory=dict)
+    logits: torch.Tensor | None = None
 
 
 def padded_vocab_size(vocab_size: int, multiple: int, tensor_parallel_size: int) -> int:
@@ -63,6 +67,7 @@ class K3Model(LanguageModule):
         self.pre_process, self.post_process, self.mtp_process = contents.embedding, contents.head, contents.mtp
         self.share_embeddings_and_output_weights = False
         self.input_tensor: torch.Tensor | None = None
+        self.keep_logits = False  # labels give logits instead of cross-entropies: a stage has its own loss on them
         model = config.k3
         self.vocab_size = model.vocab_size
         rows = padded_vocab_size(model.vocab_size, model.vocab_padding_multiple, config.tensor_model_parallel_size)
@@ -126,6 +131,8 @@ class K3Model(LanguageModule):
         if labels is None:
             full = tensor_parallel.gather_from_tensor_model_parallel_region(logits, group=self.tp_group)
             return full[..., : self.vocab_size].transpose(0, 1).contiguous()
+        if self.keep_logits:
+            return TokenLosses(None, loss_mask, logits=logits)
         losses = TokenLosses(self.compute_language_model_loss(labels, logits.float()), loss_mask)
         if self.mtp_process:
             if ahead is None:
