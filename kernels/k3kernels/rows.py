@@ -23,7 +23,7 @@ def check_columns(op: str, columns: int) -> None:
     """
     if columns > MOST_COLUMNS:
         raise ValueError(
-            f"{op} got rows of {columns} values; its Triton kernel takes up to {MOST_COLUMNS}: choose the backend 'torch'."
+            f"{op} got rows of {columns} values; its Triton kernel takes {MOST_COLUMNS} at most: choose 'torch'."
         )
 
 

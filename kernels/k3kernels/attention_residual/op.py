@@ -142,7 +142,8 @@ def mix(
         [..., h]. A single source is returned as it is; ``query`` and ``norm_weight`` then get no gradient.
 
     Raises:
-        ValueError: no sources, sources that differ, vectors whose length isn't h, or a backend that is unknown or can't run.
+        ValueError: no sources, sources that differ, vectors whose length isn't h, or a backend that is
+            unknown or can't run.
     """
     if not sources:
         raise ValueError("mix got no sources; it needs at least one, the embedding's output.")

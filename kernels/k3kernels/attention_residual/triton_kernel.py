@@ -177,5 +177,7 @@ def forms() -> list[Form]:
     warps = warps_for(block)
     return [
         Form("mix_forward, 9 sources of 7168", mix_forward_kernel, types, constants, warps, 64, 1024),
-        Form("mix_backward, 9 sources of 7168", mix_backward_kernel, types, {**constants, "SLOTS": 16}, warps, 128, 4096),
+        Form(
+            "mix_backward, 9 sources of 7168", mix_backward_kernel, types, {**constants, "SLOTS": 16}, warps, 128, 4096
+        ),
     ]

@@ -126,7 +126,8 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-5, *, backend: str = "au
         backend: "torch", "triton", "reference" for ``rms_norm_reference``, or "auto" (see ``resolve_backend``).
 
     Raises:
-        ValueError: ``weight`` doesn't match the last dim of ``x``, ``eps`` is not positive, or a backend that is unknown or can't run.
+        ValueError: ``weight`` doesn't match the last dim of ``x``, ``eps`` is not positive, or a backend that is
+            unknown or can't run.
     """
     _check(x, weight, eps)
     chosen = resolve_backend("rms_norm", backend, x.device, x.dtype)
@@ -153,7 +154,8 @@ def gated_rms_norm(
         backend: as in :func:`rms_norm`; "reference" is ``gated_rms_norm_reference``.
 
     Raises:
-        ValueError: shapes don't match, ``eps`` is not positive, or a backend that is unknown or can't run.
+        ValueError: shapes don't match, ``eps`` is not positive, or a backend that is
+            unknown or can't run.
     """
     _check(x, weight, eps)
     chosen = resolve_backend("gated_rms_norm", backend, x.device, x.dtype)
