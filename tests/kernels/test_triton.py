@@ -3,6 +3,7 @@
 They were never run on a GPU here; `test_on_a_gpu` is ready for one.
 """
 
+import dataclasses
 import json
 import os
 import subprocess
@@ -19,7 +20,7 @@ from k3kernels.situ import situ_glu
 
 pytest.importorskip("triton", reason="Triton has no build for this machine")
 
-COMPARED = {"situ": 19, "attention_residual": 9, "norms": 9, "convolution": 6, "loss": 9}
+COMPARED = {"situ": 19, "attention_residual": 9, "norms": 17, "convolution": 5, "loss": 9}
 
 
 @pytest.fixture(scope="module")
@@ -56,11 +57,9 @@ def test_kernels_compile_without_spilling(form: object) -> None:
 
 
 def test_a_spilling_kernel_is_seen() -> None:
-    """The rows of one program, four times as long: the report is not always zero."""
-    [form] = [form for form in all_forms() if form.name.startswith("mix_backward")]
-    crowded = type(form)(
-        "crowded", form.kernel, form.types, {**form.constants, "BLOCK": 4 * form.constants["BLOCK"]}, 8
-    )
+    """A row of 7168 on a quarter of its threads: the report is not always zero."""
+    form = next(form for form in all_forms() if form.name == "norm_backward, rows of 7168")
+    crowded = dataclasses.replace(form, num_warps=form.num_warps // 4)
     assert compile_form(crowded, 90).spilled > 0
 
 

@@ -175,9 +175,8 @@ def forms() -> list[Form]:
     block = triton.next_power_of_2(hidden)
     constants = {"COUNT": count, "BLOCK": block}
     warps = warps_for(block)
+    back = {**constants, "SLOTS": 16}
     return [
-        Form("mix_forward, 9 sources of 7168", mix_forward_kernel, types, constants, warps, 64, 1024),
-        Form(
-            "mix_backward, 9 sources of 7168", mix_backward_kernel, types, {**constants, "SLOTS": 16}, warps, 128, 4096
-        ),
+        Form("mix_forward, 9 sources of 7168", mix_forward_kernel, types, constants, warps, 64),
+        Form("mix_backward, 9 sources of 7168", mix_backward_kernel, types, back, warps, 128),
     ]
