@@ -152,7 +152,7 @@ def test_bf16_is_fp32_inside() -> None:
         (((1, 6, 4), (3, 4)), {}, r"x has shape \[1, 6, 4\] and weight \[3, 4\]"),
         (((1, 6, 4), (4, 2, 4)), {}, r"weight \[4, 2, 4\]"),
         (((1, 6, 4), (4, 4)), {"activation": "gelu"}, "activation is 'gelu'; it must be 'silu' or None"),
-        (((1, 6, 4), (4, 4)), {"backend": "cuda"}, "'cuda'; it must be one of auto, shift, reference"),
+        (((1, 6, 4), (4, 4)), {"backend": "cuda"}, "'cuda'; it must be one of auto, torch, triton, reference"),
         (((1, 6, 4), (4, 4)), {"cu_seqlens": torch.tensor([0, 5])}, "end at the sequence length 6"),
         (((2, 6, 4), (4, 4)), {"cu_seqlens": torch.tensor([0, 6])}, "batch of 2"),
         (((1, 6, 4), (4, 4)), {"initial_state": torch.zeros(1, 4, 4)}, r"it must be \[1, 4, 3\]"),
