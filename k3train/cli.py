@@ -187,6 +187,15 @@ def _kernels_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="one JSON object an operation")
 
 
+def _plan_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("overrides", nargs="+", metavar="key=value", help="recipe=..., cluster=..., and any override")
+    parser.add_argument("--search", action="store_true", help="list layouts that fit, fastest first")
+    parser.add_argument("--top", type=int, default=10, metavar="N", help="layouts that --search lists (default 10)")
+    parser.add_argument("--picture", metavar="FILE.png", help="memory of every rank, and the pipeline's timeline")
+    parser.add_argument("--json", metavar="FILE", help="the plan as numbers")
+    parser.add_argument("-cd", "--config-dir", metavar="DIR", help="look for more recipes in DIR")
+
+
 # verb: (what it does, the module whose run(args) does it, its arguments)
 VERBS: dict[str, tuple[str, str, Callable[[argparse.ArgumentParser], None]]] = {
     "generate": ("continue a prompt", "k3train.rollout.generate_cli", _generate_arguments),
@@ -198,6 +207,7 @@ VERBS: dict[str, tuple[str, str, Callable[[argparse.ArgumentParser], None]]] = {
     "export": ("make a Hugging Face folder of a checkpoint", "k3train.hf.export_cli", _export_arguments),
     "convert": ("a checkpoint from one engine to the other", "k3train.engine.convert", _convert_arguments),
     "kernels": ("what serves each operation here, and why", "k3train.telemetry.kernels_cli", _kernels_arguments),
+    "plan": ("memory, time and cost of a recipe on a cluster", "k3train.plan.command", _plan_arguments),
     "inspect": ("step, tokens, layout, sizes and health", "k3train.checkpoint.inspect", _inspect_arguments),
     "report": (
         "one HTML page of a run: curves, balance, guards, events",
