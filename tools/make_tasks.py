@@ -23,7 +23,7 @@ def main() -> int:
     parser.add_argument("--tasks", type=int, default=1800, help="in tasks-train.jsonl (%(default)s)")
     parser.add_argument("--held-out", type=int, default=180, help="in tasks-held-out.jsonl (%(default)s)")
     parser.add_argument("--families", default=",".join(FAMILIES), help="which ones (%(default)s)")
-    parser.add_argument("--level", type=int, choices=LEVELS, default=1, help="2 is harder (%(default)s)")
+    parser.add_argument("--level", type=int, choices=LEVELS, default=0, help="of difficulty (%(default)s)")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     families = tuple(args.families.split(","))

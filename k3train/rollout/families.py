@@ -1,7 +1,8 @@
 """Families of made-up tasks: questions, answers and worked steps from a random generator.
 
-Numbers are written digit by digit, so that every tokenizer cuts them alike. Level 1 is for models of a few million
-parameters, level 2 has larger numbers, longer lists and tables. A question belongs to the training or to
+Numbers are written digit by digit, so that every tokenizer cuts them alike. Level 0 is for a model of a few million
+parameters that has seen hardly any text, level 1 for one that was pretrained for longer, level 2 has larger numbers,
+longer lists and tables. A question belongs to the training or to
 the held-out split by its own hash: the splits never meet, whatever the seeds and sizes.
 """
 
@@ -16,10 +17,14 @@ from typing import Any
 from k3train.data.chat.messages import EFFORTS
 
 HELD_OUT_OF = 8  # one question in so many is held out
-LEVELS = (1, 2)  # of difficulty
+LEVELS = (0, 1, 2)  # of difficulty
 WORDS = ("key", "set", "line", "name", "list", "file", "text", "code", "data", "path", "time", "type")
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 ORDINALS = ("first", "second", "third", "fourth")
+FEW = 6  # words and letters that level 0 is made of
+MOST = 9  # its sums have one digit
+_DIGITS = range(MOST + 1)
+SMALL_SUMS = [(a, b, c) for a in _DIGITS for b in _DIGITS for c in _DIGITS if a + b + c <= MOST]
 
 
 @dataclass(frozen=True)
@@ -49,7 +54,12 @@ def _apart(number: int) -> str:
 
 
 def _add(rng: random.Random, level: int) -> Problem:
-    """The sum of two digits, or of two numbers of two digits, column by column."""
+    """The sum of three digits, one after the other; of two digits; or of two numbers of two digits, by columns."""
+    if level == 0:
+        a, b, c = rng.choice(SMALL_SUMS)
+        steps = f"{a} + {b} = {a + b} , {a + b} + {c} = {a + b + c} ."
+        proof = f"so {c} + {b} = {b + c} , {b + c} + {a} = {a + b + c} ."
+        return Problem(f"add {a} and {b} and {c}", str(a + b + c), steps, proof)
     if level == 1:
         a, b = rng.randint(0, 9), rng.randint(0, 9)
         proof = f"so {b} + {a} = {_apart(a + b)} ."
@@ -64,7 +74,7 @@ def _add(rng: random.Random, level: int) -> Problem:
 
 def _reverse(rng: random.Random, level: int) -> Problem:
     """Letters in the opposite order."""
-    letters = rng.choices(LETTERS[:12], k=3) if level == 1 else rng.choices(LETTERS, k=rng.randint(3, 5))
+    letters = rng.choices(LETTERS, k=rng.randint(3, 5)) if level == 2 else rng.choices(LETTERS[: FEW * (1 + level)], k=3)
     numbered = [f"{place} {letter}" for place, letter in enumerate(letters, start=1)]
     steps, proof = " ".join(numbered) + " .", "back " + " ".join(reversed(numbered)) + " ."
     return Problem(f"reverse {' '.join(letters)}", " ".join(reversed(letters)), steps, proof)
@@ -72,7 +82,7 @@ def _reverse(rng: random.Random, level: int) -> Problem:
 
 def _pick(rng: random.Random, level: int) -> Problem:
     """The word in a place of a list."""
-    words = rng.sample(WORDS, 2 + level)
+    words = rng.sample(_words(level), max(3, 2 + level))
     place = rng.randrange(len(words))
     numbered = [f"{ORDINALS[i]} {word}" for i, word in enumerate(words)]
     steps, proof = " ".join(numbered[: place + 1]) + " .", f"all {' '.join(numbered)} ."
@@ -81,7 +91,7 @@ def _pick(rng: random.Random, level: int) -> Problem:
 
 def _sort(rng: random.Random, level: int) -> Problem:
     """Digits from the smallest to the largest."""
-    digits = rng.sample(range(10), rng.randint(1 + level, 2 + level))
+    digits = rng.sample(range(10), rng.randint(1 + level, 2 + level) if level else 3)
     ordered = sorted(digits)
     left, steps = list(digits), []
     for digit in ordered:
@@ -92,14 +102,19 @@ def _sort(rng: random.Random, level: int) -> Problem:
     return Problem(f"sort {text}", " ".join(map(str, ordered)), " , ".join(steps) + " .", proof)
 
 
-def _table(rng: random.Random, rows: int) -> tuple[list[tuple[str, int]], str]:
-    table = [(name, rng.randint(1, 9)) for name in rng.sample(WORDS, rows)]
+def _words(level: int) -> tuple[str, ...]:
+    return WORDS if level else WORDS[:FEW]
+
+
+def _table(rng: random.Random, rows: int, level: int) -> tuple[list[tuple[str, int]], str]:
+    most = 9 if level else MOST // 2  # the sum of two has one digit at level 0
+    table = [(name, rng.randint(1, most)) for name in rng.sample(_words(level), rows)]
     return table, "".join(f"| {name} | {value} |\n" for name, value in table)
 
 
 def _lookup(rng: random.Random, level: int) -> Problem:
     """The value beside a name."""
-    table, text = _table(rng, 2 * level)
+    table, text = _table(rng, 2 * level or 3, level)
     name, value = rng.choice(table)
     proof = "all " + " , ".join(f"{n} | {v}" for n, v in table) + " ."
     return Problem(f"{text}value of {name}", str(value), f"{name} | {value} .", proof)
@@ -107,7 +122,7 @@ def _lookup(rng: random.Random, level: int) -> Problem:
 
 def _total(rng: random.Random, level: int) -> Problem:
     """The sum of two values of a table."""
-    table, text = _table(rng, 1 + level)
+    table, text = _table(rng, max(2, 1 + level), level)
     (a, x), (b, y) = rng.sample(table, 2)
     steps = f"{a} | {x} , {b} | {y} , {x} + {y} = {_apart(x + y)} ."
     return Problem(f"{text}total of {a} and {b}", _apart(x + y), steps, f"so {y} + {x} = {_apart(x + y)} .")
