@@ -18,8 +18,8 @@ def main() -> int:
     """Run the program; returns its exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", required=True, help="folder to make")
-    parser.add_argument("--conversations", type=int, default=2400, help="in train.jsonl (%(default)s)")
-    parser.add_argument("--turns", type=int, default=8, help="questions of a conversation (%(default)s)")
+    parser.add_argument("--conversations", type=int, default=8000, help="in train.jsonl (%(default)s)")
+    parser.add_argument("--turns", type=int, default=1, help="questions of a conversation (%(default)s)")
     parser.add_argument("--tasks", type=int, default=1800, help="in tasks-train.jsonl (%(default)s)")
     parser.add_argument("--held-out", type=int, default=180, help="in tasks-held-out.jsonl (%(default)s)")
     parser.add_argument("--families", default=",".join(FAMILIES), help="which ones (%(default)s)")
