@@ -50,6 +50,6 @@ def test_bad_input_is_named() -> None:
 def test_a_recipe_that_asks_for_triton_on_a_cpu_is_refused() -> None:
     assert [resolve_kernels("auto", kind) for kind in ("cpu", "cuda")] == ["torch", "triton"]
     with pytest.raises(
-        UserError, match=r"model.kernels=triton needs a CUDA device.*this run is on the CPU; allowed here"
+        UserError, match=r"model\.kernels=triton needs a CUDA device.*this run is on the CPU; allowed here"
     ):
         resolve_kernels("triton", "cpu")
