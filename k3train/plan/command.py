@@ -25,7 +25,7 @@ def run(arguments: argparse.Namespace) -> int:
         _check_writable(path)
     overrides, cluster_name, changes = split_overrides(arguments.overrides)
     config = load_recipe(overrides, arguments.config_dir)
-    cluster = load_cluster(cluster_name or default_cluster(config), changes)
+    cluster = load_cluster(default_cluster(config) if cluster_name is None else cluster_name, changes)
     from k3train.plan import picture, search, text
     from k3train.plan.plan import make_plan, not_fitting
 
@@ -33,7 +33,7 @@ def run(arguments: argparse.Namespace) -> int:
         return search.run(config, cluster, arguments)
     plan = make_plan(config, cluster)
     print(text.summary(plan))
-    if not cluster_name:
+    if cluster_name is None:
         print(f"\nNo cluster was named; this is cluster={cluster.name}.")
     if arguments.json:
         Path(arguments.json).write_text(json.dumps(text.plain(plan), indent=1) + "\n", encoding="utf-8")

@@ -55,7 +55,7 @@ def world_size_of(config: RecipeConfig, cluster: ClusterConfig) -> int:
     if cluster.devices is not None and wanted > cluster.devices:
         raise UserError(
             f"parallel.world_size={wanted} is more than cluster.devices={cluster.devices}; allowed: up to"
-            f" {cluster.devices}; try parallel.world_size={cluster.devices} or cluster.devices=null"
+            f" {cluster.devices}; try cluster.devices=null, or parallel.world_size={cluster.devices} with --search"
         )
     if cluster.devices is not None and least_world_size(config.parallel) > cluster.devices:
         raise UserError(
@@ -113,6 +113,6 @@ def not_fitting(plan: Plan) -> UserError:
     if config.parallel.recompute == "none":
         cure = f"parallel.recompute=full, or {cure}"
     return UserError(
-        f"the layout does not fit: pipeline rank {rank.rank} needs {rank.total / GIB:,.1f} GiB ({parts}), and a"
+        f"the layout does not fit: pipeline rank {rank.rank} needs {rank.total / GIB:,.1f} GiB ({parts}), and each"
         f" {plan.cluster.device} has {plan.room / GIB:,.1f} GiB for a run; try {cure}"
     )

@@ -85,8 +85,10 @@ def summary(plan: Plan) -> str:
     count, tokens = parameter_count(config.model), step.tokens_per_step * step.steps
     saved = f", written in {_duration(store.seconds)} at {cluster.storage_gbs:g} GB/s" if store.seconds else ""
     room = f"{plan.fullest.total / GIB:,.1f} of {plan.room / GIB:,.1f} GiB on pipeline rank {plan.fullest.rank}"
+    rollouts = ["rollouts    not planned: what follows is the training of what they made"]
     lines = [
         f"{config.recipe_name} on {plan.world_size:,} x {cluster.device} ({cluster.name}): predicted, not measured",
+        *(rollouts if config.stage.name == "rl" else []),
         f"layout      {layout_name(config, plan.world_size)}; {step.micro_batches} micro-batches of "
         f"{config.train.micro_batch_size} x {config.train.seq_length:,} tokens a step",
         f"model       {_count(count['total'])} parameters, {_count(count['active'])} active",
