@@ -45,7 +45,7 @@ def group_options(hydra: Hydra, group: str) -> list[str]:
 
 def check_overrides(overrides: list[str], hydra: Hydra, multirun: bool = False) -> None:
     """Refuse, in words, unknown keys, groups and options, deletions, and sweeps outside --multirun."""
-    groups = hydra.config_loader.get_group_options("", ObjectType.GROUP)
+    groups = [g for g in hydra.config_loader.get_group_options("", ObjectType.GROUP) if g != "cluster"]  # the planner's
     parsed = [override for override in parse_overrides(overrides) if not override.is_hydra_override()]
     for override in parsed:
         key, text = override.key_or_group, override.input_line

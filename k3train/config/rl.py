@@ -28,6 +28,9 @@ class ObjectiveConfig:
     normalization: str = "token"
     regularizer: float = 0.02  # tau, times the squared log-ratio
     regularize_masked: bool = True  # whether the regularizer acts on tokens outside the interval too
+    # Leave out groups whose samples all got the same reward: their advantage is 0, so that all they add is time, and
+    # the regularizer on tokens of older policies. A step that has no other groups trains on them all the same.
+    skip_uniform: bool = False
     # reinforce only: tokens are weighted by the ratio up to this; 0: not at all.
     importance_cap: float = 0.0
     # mopd: clip(teacher's log-probability - own) per token, instead of a reward for the response | outcome.

@@ -77,6 +77,10 @@ def _check_objective(config: RecipeConfig) -> None:
             f"clip_low below {neutral:g} and clip_high above it",
             f"{low}={0.5 if neutral else -0.7:g} rl.objective.clip_high={2 if neutral else 0.7:g}",
         )
+    if objective.skip_uniform and (objective.signal == "mopd" or objective.baseline == "none"):
+        key = "rl.objective.skip_uniform"
+        why = "would leave out groups that signal=mopd and baseline=none learn from"
+        raise refuse(config, key, why, "false", f"{key}=false")
     if objective.signal == "mopd" and not config.rl.teachers:
         raise refuse(config, "rl.objective.signal", "needs teachers", "outcome, or rl.teachers", "'rl.teachers=[...]'")
     check_teachers(config)

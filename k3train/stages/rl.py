@@ -15,7 +15,7 @@ from k3train.errors import UserError
 from k3train.model.model import TokenLosses
 from k3train.parallel.first_rank import from_first_rank
 from k3train.rl import report
-from k3train.rl.batches import examples, micro_batches, pack, trainable
+from k3train.rl.batches import examples, micro_batches, pack, trainable, with_signal
 from k3train.rl.chat import ChatFormat
 from k3train.rl.effort import Budgets
 from k3train.rl.objective import distillation_advantages, kl_estimate, policy_terms
@@ -59,7 +59,8 @@ class RLStage:
         self._held_out = held_out(self.rl)
         self._trainer: Any = None
         self._teachers: Teachers | None = None
-        self._groups: list[Group] = []
+        self._groups: list[Group] = []  # that the last step's rollouts gave
+        self._learned: list[Group] = []  # those of them that it trained on
         self._version = 0
         self._rows = 0
 
@@ -124,6 +125,7 @@ class RLStage:
 
     def _batches(self, groups: list[Group], version: int) -> list[Batch]:
         config = self.config
+        groups = self._learned = with_signal(groups, self.rl.objective)
         teacher = None if self._teachers is None else self._teachers.scores(groups)
         made = examples(groups, self.rl.objective, version, teacher)
         rank, ranks = parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
@@ -170,7 +172,7 @@ class RLStage:
     def step_metrics(self, seconds: float) -> dict[str, Any]:
         """Rewards, lengths and staleness of the step's samples; what rolling out took; samples for people."""
         rollout = self.rollouts.metrics()
-        trained = sum(s.drawn for _, samples in trainable(self._groups) for s in samples)
+        trained = sum(s.drawn for _, samples in trainable(self._learned) for s in samples)
         learning = max(seconds - rollout["rollout_seconds"], 1e-9)
         interval = self.config.train.eval_interval
         if dist.get_rank() == 0 and (interval == 0 or self._version % interval == 0):

@@ -8,6 +8,9 @@ from __future__ import annotations
 
 import re
 
+from k3train.config.model import ModelConfig
+from k3train.config.parameters import parameter_count
+
 
 def model_flops_per_token(
     active_matmul_params: float,
@@ -38,6 +41,23 @@ def model_flops_per_token(
     mla_forward = num_mla_layers * mla_heads * 2 * (qk_head_dim + v_head_dim) * (seq_length + 1) / 2
     kda_forward = num_kda_layers * kda_heads * 3 * 2 * kda_key_dim * kda_value_dim
     return 6.0 * active_matmul_params + 3.0 * (mla_forward + kda_forward)
+
+
+def model_flops(model: ModelConfig, seq_length: int) -> float:
+    """`model_flops_per_token` of a model section, multi-token prediction included."""
+    full, ahead, count = len(model.full_attention_layers), model.mtp.num_layers, parameter_count(model)
+    return model_flops_per_token(
+        count["active"] + count["mtp_active"],
+        seq_length,
+        num_mla_layers=full + (ahead if model.mtp.mixer == "mla" else 0),
+        mla_heads=model.mla.num_heads,
+        qk_head_dim=model.mla.qk_nope_head_dim + model.mla.qk_rope_head_dim,
+        v_head_dim=model.mla.v_head_dim,
+        num_kda_layers=model.num_layers - full + (ahead if model.mtp.mixer == "kda" else 0),
+        kda_heads=model.kda.num_heads,
+        kda_key_dim=model.kda.head_dim,
+        kda_value_dim=model.kda.head_dim,
+    )
 
 
 # Dense (no structured sparsity) tensor-core figures in FLOP/s of one device: {pattern: {dtype: peak}}.

@@ -11,8 +11,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from k3train.config.implementation import resolve_transformer_impl
-from k3train.config.parameters import parameter_count
+from k3train.config.implementation import resolve_kernels, resolve_transformer_impl
 from k3train.config.quant import policy_in_force
 from k3train.config.rules_quant import resolve_quant_backend
 from k3train.config.schema import RecipeConfig
@@ -21,7 +20,7 @@ from k3train.model.spec import attention_path
 from k3train.optim.muon import newton_schulz_precision
 from k3train.parallel.balance import LayerBalance
 from k3train.platform import Platform
-from k3train.telemetry.flops import model_flops_per_token, peak_flops
+from k3train.telemetry.flops import model_flops, peak_flops
 
 
 def memory_bytes(device: torch.device) -> int:
@@ -72,21 +71,7 @@ class Throughput:
     @staticmethod
     def of(config: RecipeConfig, here: Platform) -> Throughput:
         model, train = config.model, config.train
-        full = len(model.full_attention_layers)
-        ahead = model.mtp.num_layers
-        count = parameter_count(model)
-        per_token = model_flops_per_token(
-            count["active"] + count["mtp_active"],
-            train.seq_length,
-            num_mla_layers=full + (ahead if model.mtp.mixer == "mla" else 0),
-            mla_heads=model.mla.num_heads,
-            qk_head_dim=model.mla.qk_nope_head_dim + model.mla.qk_rope_head_dim,
-            v_head_dim=model.mla.v_head_dim,
-            num_kda_layers=model.num_layers - full + (ahead if model.mtp.mixer == "kda" else 0),
-            kda_heads=model.kda.num_heads,
-            kda_key_dim=model.kda.head_dim,
-            kda_value_dim=model.kda.head_dim,
-        )
+        per_token = model_flops(model, train.seq_length)
         name = torch.cuda.get_device_name(here.device) if here.kind == "cuda" else "cpu"
         peak = peak_flops(name, train.precision)
         tokens = train.global_batch_size * train.seq_length
@@ -115,7 +100,7 @@ def paths_taken(config: RecipeConfig, here: Platform) -> dict[str, str]:
     implementation = resolve_transformer_impl(config.parallel.transformer_impl, here.kind, config.train.precision)
     paths = {
         "platform": f"{here.kind}+{here.backend}",
-        "kernels": model.kernels,
+        "kernels": resolve_kernels(model.kernels, here.kind),
         "kda": resolve_backend(model.kda_backend(), here.device),
         "transformer_impl": implementation,
         "attention": attention_path(implementation, here.kind, config.train.precision),

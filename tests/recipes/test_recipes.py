@@ -17,7 +17,7 @@ from k3train.config.schema import RecipeConfig, to_plain
 from k3train.config.validate import resolve_world_size, validate
 from k3train.errors import UserError
 
-RECIPES = ["pretrain/k3", "pretrain/k3-48b", "pretrain/k3-mini", "pretrain/k3-tiny"]
+RECIPES = ["pretrain/k3", "pretrain/k3-48b", "pretrain/k3-mini", "pretrain/k3-slice8", "pretrain/k3-tiny"]
 
 
 def test_available_recipes() -> None:
@@ -43,6 +43,7 @@ def test_recipe_composes_and_is_valid_from_any_directory(
         (["recipe=pretrain/k3", "model.mtp.num_layers=0"], 2.7795e12, 104.19e9),  # the report's 2.78T and 104.2B
         (["recipe=pretrain/k3-48b"], 49.36e9, 3.3456e9),
         (["recipe=pretrain/k3-mini"], 1.048e9, 0.2965e9),
+        (["recipe=pretrain/k3-slice8"], 214.7e9, 10.06e9),
     ],
 )
 def test_parameter_count(overrides: list[str], total: float, active: float) -> None:

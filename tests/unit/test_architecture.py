@@ -28,6 +28,7 @@ LEVELS = {
     "rollout": 5,
     "rl": 5,
     "distill": 5,
+    "plan": 5,
     "train": 4,
     "engine": 3,
     "model": 3,

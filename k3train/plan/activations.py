@@ -1,0 +1,215 @@
+"""Bytes that a forward pass keeps for the backward pass, part by part, as the modules of k3train/model keep them.
+
+Every formula lists what the operation's autograd function saves. On the CPU they are compared with what saved-tensor
+hooks count (`tests/unit/test_plan_activations.py`). The forms that run only on CUDA (fla's KDA, flash attention) are
+read from their source and have not been measured. A tensor that two parts keep is counted once.
+
+T tokens of a micro-batch on this rank (sequence / CP x batch); between sublayers each tensor-parallel rank has T / TP.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from k3train.config.model import ModelConfig
+from k3train.config.quant import policy_in_force
+from k3train.config.schema import RecipeConfig
+from k3train.model.model import padded_vocab_size
+
+CHUNK_CPU = 16  # tokens of a chunk of k3kernels' KDA
+CHUNK_FLA = 64  # of fla's
+KINDS = ("mixers", "KDA states", "experts", "feed-forwards", "residual stream", "block summaries", "logits")
+
+
+@dataclass(frozen=True)
+class Kept:
+    """Bytes by kind (see `KINDS`)."""
+
+    bytes: dict[str, float]
+
+    @property
+    def total(self) -> float:
+        return sum(self.bytes.values())
+
+    def __add__(self, other: Kept) -> Kept:
+        return Kept({kind: self.bytes.get(kind, 0.0) + other.bytes.get(kind, 0.0) for kind in KINDS})
+
+
+NOTHING = Kept({})
+
+
+class Activations:
+    """What one micro-batch keeps on one rank of a recipe."""
+
+    def __init__(self, config: RecipeConfig, kind: str) -> None:
+        """`kind`: cuda or cpu, which implementations run."""
+        self.config, self.model, self.cuda = config, config.model, kind == "cuda"
+        p, train = config.parallel, config.train
+        self.tp, self.etp = p.tensor, p.expert_tensor
+        self.tokens = train.micro_batch_size * train.seq_length // p.context
+        self.documents = train.micro_batch_size
+        self.e = 2 if train.precision == "bf16" else 4
+        self.shard = self.tokens / self.tp
+        self.stream = self.shard * self.model.hidden_size * self.e  # one [s / TP, b, h]
+        self.recompute = p.recompute == "full"
+        self.quantized = policy_in_force(config.quant, config.stage.name) is not None
+
+    def layer(self, index: int) -> Kept:
+        """Of a decoder layer between forward and backward: everything, or with recomputation its input."""
+        if self.recompute:
+            return Kept({"residual stream": self.stream})
+        return self.whole_layer(self.model.is_full_attention(index), self.model.is_moe(index))
+
+    def whole_layer(self, full_attention: bool, moe: bool, residual: bool | None = None) -> Kept:
+        """Of a decoder layer without recomputation (with it: while its backward runs)."""
+        residual = self.model.attention_residual.enabled if residual is None else residual
+        # Each of the two sublayers keeps the running sum that it reads, and without AttnRes the norm's reciprocals.
+        kept = {"residual stream": 2 * self.stream + (0 if residual else 2 * 4 * self.shard)}
+        kept["mixers"], kept["KDA states"] = (self._mla(), 0.0) if full_attention else self._kda()
+        if moe:
+            kept["feed-forwards"], kept["experts"] = self._shared_and_router(), self._experts()
+        else:
+            kept["feed-forwards"] = self._gated_ffn(self.model.ffn_hidden_size)
+        return Kept(kept)
+
+    def _entered(self) -> float:
+        """A sublayer's normed input: gathered over tensor-parallel ranks for its projections."""
+        return self.tokens * self.model.hidden_size * self.e
+
+    def _kda(self) -> tuple[float, float]:
+        """(all but the states, the states)."""
+        kda, t, e = self.model.kda, self.tokens, self.e
+        heads, dim = kda.num_heads // self.tp, kda.head_dim
+        width = heads * dim
+        outside = self._entered() + (self.stream if self.tp > 1 else 0)
+        low_rank = t * dim * e * (1 if kda.output_gate == "full" else 2)
+        padded = 3 * (t + self.documents * (kda.conv_size - 1)) * width * e
+        gated_norm = 2 * t * width * e + 4 * t * heads
+        projected = t * width * e
+        kept = outside + low_rank + padded + gated_norm + projected
+        if self.cuda:
+            # fla: normalised q and k, v and the gate's input; two [64 x 64] score tiles a chunk; reciprocals, beta.
+            return kept + t * (4 * width * e + heads * (2 * CHUNK_FLA * e + 4 * 4)), 0.0
+        inputs = t * (width * e + 2 * width * 4 + 3 * 4 * heads)  # the gate's input, q and k, reciprocals and beta
+        floored = kda.gate == "floored"
+        # q k v decay tail new, rows (2), [W | U] (2); P and the inverse; beta. Without a floor the gate in fp32 and
+        # fp64 sums besides.
+        chunks = t * 4 * (10 * width + 2 * CHUNK_CPU * heads + heads) + (0 if floored else t * width * (8 + 4))
+        count = self.documents * -(-(t // self.documents) // CHUNK_CPU)
+        return kept + inputs + chunks, count * heads * dim * dim * 4.0
+
+    def _mla(self) -> float:
+        mla, t, e = self.model.mla, self.tokens, self.e
+        heads = mla.num_heads // self.tp
+        qk, width = mla.qk_nope_head_dim + mla.qk_rope_head_dim, heads * mla.v_head_dim
+        kept = self._entered() if mla.output_gate or mla.q_lora_rank is None else 0.0
+        kept += self.stream if self.tp > 1 or not kept else 0.0
+        kept += self.shard * (mla.kv_lora_rank * e + 4)  # the latent's norm
+        if mla.q_lora_rank is not None:
+            kept += self.shard * (mla.q_lora_rank * e + 4) + t * mla.q_lora_rank * e
+        reach = t * (self.config.parallel.context if self.config.parallel.context > 1 else 1)
+        kept += reach * mla.kv_lora_rank * e
+        inner = e if self.cuda else 4
+        # Queries and output of the attention, keys and values; values padded to the width of keys.
+        kept += heads * (2 * t + 2 * reach) * qk * inner + 4 * t * heads
+        if mla.output_gate:
+            kept += 2 * t * width * 4  # gate and output in fp32
+        return kept + t * width * e
+
+    def _gated_ffn(self, width: int) -> float:
+        return self._entered() + 3 * self.tokens * width / self.tp * self.e
+
+    def _shared_and_router(self) -> float:
+        """Shared experts, router, latent projections and norm."""
+        moe, h = self.model.moe, self.model.hidden_size
+        latent = moe.latent_size or h
+        shared = moe.num_shared_experts * moe.expert_hidden_size
+        kept = self._gated_ffn(shared) if shared else 0.0
+        kept += self.stream if self.tp > 1 or not shared else 0.0
+        if self.e == 2:
+            kept += self.shard * h * 4 + moe.num_experts * h * 4  # the router's input and weight in fp32
+        kept += self.shard * (moe.num_experts * 4 + moe.top_k * 12 + 4)  # scores, choices and their sum
+        if moe.latent_norm:
+            kept += self.shard * (latent * self.e + 4)
+        if moe.latent_size:
+            kept += self.shard * latent * self.e
+        return kept
+
+    def dispatched_tokens(self) -> float:
+        """Token copies that a rank's experts receive where the load is balanced."""
+        return self.shard * self.model.moe.top_k * self.etp
+
+    def _experts(self) -> float:
+        """The permutation, and what the expert products and their activation keep."""
+        moe, n = self.model.moe, self.dispatched_tokens()
+        latent = moe.latent_size or self.model.hidden_size
+        width = moe.expert_hidden_size / self.etp
+        index = self.shard * (8 * moe.num_experts + 8 * moe.top_k)  # Megatron-Core's unfused permutation
+        kept = n * (latent * self.e + 3 * width * self.e + 4)
+        kept += n * (latent if moe.weight_placement == "after_w2" else width) * 4  # what the weights multiply, fp32
+        if self.quantized:
+            kept += n * (latent + width) * self.e  # the inputs before they were rounded
+        return index + kept
+
+    def stage(self, layers: tuple[int, ...], embedding: bool, head: bool, mtp: bool) -> Kept:
+        """Of one stage for one micro-batch; block summaries that arrive are counted by `summaries`."""
+        kept = NOTHING
+        for index in layers:
+            kept += self.layer(index)
+        if embedding:
+            kept += Kept({"residual stream": 8 * self.tokens})
+        if head:
+            sources = self._sources()
+            kept += Kept({"residual stream": 8 * self.shard * sources + (self.stream if sources else 0)})
+            kept += self._head()
+        if mtp:
+            kept += self.whole_layer(self.model.mtp.mixer == "mla", self.model.moe.num_experts > 0, residual=False)
+            kept += self._head()
+            kept += Kept({"residual stream": 4 * self.stream + 2 * 4 * self.shard + 8 * self.tokens})
+        return kept
+
+    def _sources(self) -> int:
+        residual = self.model.attention_residual
+        return -(-self.model.num_layers // residual.block_size) + 1 if residual.enabled else 0
+
+    def _head(self) -> Kept:
+        """The final norm and the cross-entropy over this rank's part of the vocabulary."""
+        rows = padded_vocab_size(self.model.vocab_size, self.model.vocab_padding_multiple, self.tp) / self.tp
+        norm = self.stream + 4 * self.shard + self._entered()
+        padding = self.tokens * rows if rows * self.tp > self.model.vocab_size else 0.0
+        return Kept({"residual stream": norm, "logits": self.tokens * (rows * 4 + 1 + 8) + padding})
+
+    def summaries(self, received: int, first: bool) -> float:
+        """What arrives at a stage: block summaries and the running sum, as one payload that its layers point into."""
+        return 0.0 if first else received * self.stream
+
+    def workspace(self, layers: tuple[int, ...], head: bool) -> dict[str, float]:
+        """Bytes that come and go: buffers of the token exchange, logits as they are made, a layer run again."""
+        moe = self.model.moe
+        found: dict[str, float] = {}
+        if any(self.model.is_moe(i) for i in layers):
+            latent = moe.latent_size or self.model.hidden_size
+            # What is sent, what arrives, and the same of their gradients.
+            sent = self.shard * moe.top_k * latent * self.e
+            found["dispatch buffers"] = 2 * (sent + self.dispatched_tokens() * latent * self.e)
+        if head:
+            rows = padded_vocab_size(self.model.vocab_size, self.model.vocab_padding_multiple, self.tp) / self.tp
+            low = self.e if self.e == 2 else 0
+            found["logits in the making"] = self.tokens * rows * (low + 4)  # as computed, and a gradient
+        if self.cuda and any(not self.model.is_full_attention(i) for i in layers):
+            kda = self.model.kda
+            # fla's backward makes the state before every chunk again, and its gradient.
+            states = self.tokens / CHUNK_FLA * kda.num_heads / self.tp * kda.head_dim**2
+            found["KDA states, made again"] = 2 * states * self.e
+        if self.recompute and layers:
+            kinds = {(self.model.is_full_attention(i), self.model.is_moe(i)) for i in layers}
+            found["recomputed layer"] = max(self.whole_layer(*kind).total for kind in kinds)
+            found["recomputed layer"] += 2 * self.stream if self.model.attention_residual.enabled else 0
+        return found
+
+
+def one_rank_total(config: RecipeConfig, kind: str = "cpu") -> float:
+    """All that one rank without pipeline keeps of one micro-batch."""
+    model: ModelConfig = config.model
+    made = Activations(config, kind).stage(tuple(range(model.num_layers)), True, True, model.mtp.num_layers > 0)
+    return made.total

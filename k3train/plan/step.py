@@ -1,0 +1,217 @@
+"""One optimizer step: the pipeline's passes, reducing gradients, the optimizer, and what a token budget then costs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from k3train.config.cluster import ClusterConfig
+from k3train.config.rules_parallel import data_parallel_size
+from k3train.config.schema import RecipeConfig
+from k3train.parallel.stages import traffic_of
+from k3train.plan.activations import Activations
+from k3train.plan.links import Links
+from k3train.plan.memory import RankMemory, micro_batches, stages_of
+from k3train.plan.muon import orthogonalization
+from k3train.plan.schedule import StageTimes, Timeline, simulate
+from k3train.plan.sharding import Groups
+from k3train.plan.work import ZERO, Practice, Seconds, Work
+from k3train.telemetry.flops import model_flops
+
+_ADAMW_PASSES, _MUON_PASSES = 60, 48  # bytes read and written an element by their elementwise kernels, roughly
+
+
+@dataclass(frozen=True)
+class Volume:
+    """Bytes that the busiest rank sends in a step, by link."""
+
+    fast: float = 0.0
+    network: float = 0.0
+
+
+@dataclass
+class StepPlan:
+    """Predicted times of a step in seconds, and what follows from them."""
+
+    world_size: int
+    data_parallel: int
+    micro_batches: int
+    timeline: Timeline
+    parts: dict[str, Seconds]  # of the slowest pipeline rank, one micro-batch through all its chunks
+    slowest: int  # that rank
+    after: dict[str, float]  # what follows the passes: gradients, optimizer, ...
+    volumes: dict[str, Volume]
+    tokens_per_step: int
+    flops_per_token: float
+    peak: float  # FLOP/s of all devices together
+    steps: int
+    hidden: dict[str, float] = field(default_factory=dict)  # communication that passes hide
+
+    @property
+    def seconds(self) -> float:
+        return self.timeline.total + sum(self.after.values())
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.tokens_per_step / self.seconds
+
+    @property
+    def flops_per_device(self) -> float:
+        return self.flops_per_token * self.tokens_per_second / self.world_size
+
+    @property
+    def mfu(self) -> float:
+        return self.flops_per_token * self.tokens_per_second / self.peak
+
+    def device_days(self, tokens: float) -> float:
+        """Devices times days for a token budget."""
+        return tokens / self.tokens_per_second * self.world_size / 86400
+
+
+def plan_step(
+    config: RecipeConfig,
+    cluster: ClusterConfig,
+    world_size: int,
+    memory: list[RankMemory],
+    practice: Practice | None = None,
+) -> StepPlan:
+    """Predict a step of a recipe whose ranks hold what `memory` says (one entry a pipeline rank)."""
+    practice = practice or Practice.of(config)
+    p, train = config.parallel, config.train
+    links = Links(cluster, p, world_size)
+    work = Work(config, cluster, links, practice)
+    activations = Activations(config, cluster.kind)
+    traffic, stages = traffic_of(config), stages_of(config)
+    by_stage = [work.stage(s.layers, s.embedding, s.head, s.mtp) for s in stages]
+    totals = [sum(parts.values(), ZERO) for parts in by_stage]
+    payloads = [traffic.tensors_sent(i) * activations.stream for i in range(len(stages))]
+    times = [
+        StageTimes(t.forward, t.backward, links.to_next_stage(size) if size else 0.0)
+        for t, size in zip(totals, payloads)
+    ]
+    count = micro_batches(config, world_size)
+    timeline = simulate(times, p.pipeline, count)
+    slowest = max(range(p.pipeline), key=lambda r: sum(totals[i].forward + totals[i].backward for i in _own(r, p)))
+    parts: dict[str, Seconds] = {}
+    for i in _own(slowest, p):
+        for name, seconds in by_stage[i].items():
+            parts[name] = parts.get(name, ZERO) + seconds
+    after, hidden = _after(config, cluster, links, memory, times, practice)
+    peak = (cluster.peak_tflops.fp32 if train.precision == "fp32" else cluster.peak_tflops.bf16) * 1e12
+    return StepPlan(
+        world_size=world_size,
+        data_parallel=data_parallel_size(p, world_size),
+        micro_batches=count,
+        timeline=timeline,
+        parts=parts,
+        slowest=slowest,
+        after=after,
+        volumes=_volumes(config, links, work, memory, payloads),
+        tokens_per_step=train.global_batch_size * train.seq_length,
+        flops_per_token=model_flops(config.model, train.seq_length),
+        peak=peak * world_size,
+        steps=train.steps,
+        hidden=hidden,
+    )
+
+
+def _own(rank: int, parallel: object) -> range:
+    """The stages of a pipeline rank."""
+    return range(rank, parallel.pipeline * parallel.virtual_pipeline, parallel.pipeline)
+
+
+def _split_elements(memory: RankMemory) -> tuple[float, float]:
+    """Gradient elements of one rank: of everything but experts, and of experts."""
+    elements = memory.held.gradients / 4
+    experts = min(elements, memory.held.expert_parameters)
+    return elements - experts, experts
+
+
+def _after(
+    config: RecipeConfig,
+    cluster: ClusterConfig,
+    links: Links,
+    memory: list[RankMemory],
+    times: list[StageTimes],
+    practice: Practice,
+) -> tuple[dict[str, float], dict[str, float]]:
+    """What follows the passes on the slowest rank, and the communication that passes hide."""
+    p, train = config.parallel, config.train
+    groups = Groups.of(config, links.world_size)
+    bandwidth = cluster.memory_gbs * 1e9 * cluster.efficiency.memory
+    reduce = gather = update = iterate = exchange = 0.0
+    element = 2 if train.precision == "bf16" else 4
+    low = cluster.peak_tflops.bf16 if cluster.kind == "cuda" else cluster.peak_tflops.fp32
+    for rank in memory:
+        dense, experts = _split_elements(rank)
+        spread = [(dense, groups.data, p.tensor), (experts, groups.expert_data, p.expert * p.expert_tensor)]
+        rounds = 1 if p.distributed_optimizer else 2  # an all-reduce is both halves
+        reduce = max(
+            reduce, rounds * sum(links.gather(practice.gradient_bytes * n, r, stride) for n, r, stride in spread)
+        )
+        if p.distributed_optimizer:
+            gather = max(gather, sum(links.gather(element * n, ranks, stride) for n, ranks, stride in spread))
+        muon = orthogonalization(rank.held, config, groups, cluster.kind)
+        own = sum(run.length for run in rank.held.runs)
+        moved = muon.elements * _MUON_PASSES + (own - muon.elements) * _ADAMW_PASSES + 8 * rank.held.gradients / 4
+        update = max(update, moved / bandwidth)
+        if muon.flops:
+            iterate = max(iterate, muon.flops / (low * 1e12 * cluster.efficiency.matmul))
+            exchange = max(exchange, links.gather(muon.sent_bytes, 2, max(1, groups.data // 2)))
+    found, hidden = {"optimizer": update}, {}
+    found |= {"Newton-Schulz": iterate, "Muon's exchange": exchange}
+    found["router counts"] = _router_counts(config, links, groups, memory)
+    # Overlapped, gradients are reduced from the last backward of a rank's last chunk on, and parameters are gathered
+    # until the first forward of its last chunk.
+    chunks = 1 + p.pipeline * (p.virtual_pipeline - 1)
+    behind = {"gradient reduction": (reduce, p.overlap_grad_reduce, chunks * min(t.backward for t in times))}
+    behind["parameter gathering"] = (gather, p.overlap_param_gather, chunks * min(t.forward for t in times))
+    for name, (seconds, overlapped, cover) in behind.items():
+        hidden[name] = min(seconds, cover) if overlapped else 0.0
+        found[name] = seconds - hidden[name]
+    return {name: seconds for name, seconds in found.items() if seconds}, hidden
+
+
+def _router_counts(config: RecipeConfig, links: Links, groups: Groups, memory: list[RankMemory]) -> float:
+    """Pooling a step's histograms (Quantile Balancing), one all-reduce of all layers of a stage."""
+    size = max(rank.held.router for rank in memory) if config.stage.moves_router_bias else 0
+    rounds = config.model.moe.quantile_alternations
+    return rounds * 2 * links.gather(size, groups.data, config.parallel.tensor) if size else 0.0
+
+
+def _volumes(
+    config: RecipeConfig, links: Links, work: Work, memory: list[RankMemory], payloads: list[float]
+) -> dict[str, Volume]:
+    """Bytes that the busiest rank sends in one step, by what for and over which link."""
+    p, model = config.parallel, config.model
+    count, groups = micro_batches(config, links.world_size), Groups.of(config, links.world_size)
+    passes = 3 if p.recompute == "full" else 2
+    found: dict[str, Volume] = {}
+
+    def add(name: str, size: float, fast: bool) -> None:
+        old = found.get(name, Volume())
+        found[name] = Volume(old.fast + size, old.network) if fast else Volume(old.fast, old.network + size)
+
+    stages = stages_of(config)
+    if p.expert > 1:
+        layers = max(sum(sum(model.is_moe(i) for i in stages[s].layers) for s in _own(r, p)) for r in range(p.pipeline))
+        copies = work.tokens / p.tensor * model.moe.top_k * (model.moe.latent_size or model.hidden_size) * work.e
+        _, fast, network = links.split_all_to_all(copies, model.moe.top_k, False)
+        found["token dispatch"] = Volume(*(2 * passes * count * layers * size for size in (fast, network)))
+    if p.tensor > 1:
+        layers = max(sum(len(stages[s].layers) for s in _own(r, p)) for r in range(p.pipeline))
+        size = work.tokens * model.hidden_size * work.e * (p.tensor - 1) / p.tensor
+        add("tensor parallel", 4 * passes * count * layers * size, links.stays_fast(p.tensor, 1))
+    if p.pipeline > 1:
+        sent = max(sum(payloads[s] + (payloads[s - 1] if s else 0.0) for s in _own(r, p)) for r in range(p.pipeline))
+        add("pipeline", count * sent, links.stage_is_near)
+    element = 2 if config.train.precision == "bf16" else 4
+    for rank in memory[:1] if p.pipeline == 1 else [max(memory, key=lambda m: m.held.gradients)]:
+        dense, experts = _split_elements(rank)
+        for n, ranks, stride in ((dense, groups.data, p.tensor), (experts, groups.expert_data, p.expert)):
+            share = (ranks - 1) / ranks
+            add("gradient reduction", 4 * n * share, links.stays_fast(ranks, stride))
+            add("parameter gathering", element * n * share, links.stays_fast(ranks, stride))
+        muon = orthogonalization(rank.held, config, groups, links.cluster.kind)
+        if muon.sent_bytes:
+            add("Muon's exchange", muon.sent_bytes, links.stays_fast(groups.data, p.tensor))
+    return {name: volume for name, volume in found.items() if volume.fast or volume.network}

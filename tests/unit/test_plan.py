@@ -1,0 +1,112 @@
+"""Plans as a whole: published sizes, what fits and what does not, search, picture, numbers that belong together."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from k3train.config.load import load_recipe
+from k3train.config.rules_cluster import load_cluster
+
+ROOT = Path(__file__).resolve().parents[2]
+GIB = 1024**3
+
+
+def test_the_published_model_has_the_published_size_and_folder(single_rank: None) -> None:
+    """2.7795T parameters, 104.19B active, about 1,453.7 GiB with the vision part (facts of the release)."""
+    from k3train.config.parameters import parameter_count
+    from k3train.plan.inventory import take_inventory
+    from k3train.plan.storage import VISION_PARAMETERS, export_bytes
+
+    config = load_recipe(["recipe=pretrain/k3", "model.mtp.num_layers=0", "optim=adamw"])
+    inventory = take_inventory(config)
+    assert round(inventory.total / 1e12, 4) == 2.7795
+    assert round(parameter_count(config.model)["active"] / 1e9, 2) == 104.19
+    assert export_bytes(inventory, VISION_PARAMETERS) / GIB == pytest.approx(1453.7, abs=0.3)
+
+
+def test_a_published_throughput_is_predicted_within_the_stated_error(single_rank: None) -> None:
+    """One row that nothing was fitted to, computed anew; it stands in docs/planner.md with the same figure."""
+    from k3train.plan.anchors import ANCHORS, compare
+
+    row = next(a for a in ANCHORS if a.source.startswith("DeepSeek"))
+    [compared] = [c for c in compare((row,)) if c.name == row.name]
+    assert abs(compared.error) < 0.28
+    document = (ROOT / "docs" / "planner.md").read_text(encoding="utf-8")
+    said = next(line for line in document.splitlines() if line.startswith(f"| {row.name} "))
+    assert f"| {compared.predicted:,.4g} | {compared.error:+.0%} |" in said
+    assert all(f"| {anchor.name} |" in document for anchor in ANCHORS)
+
+
+def test_the_parts_of_a_plan_add_up(single_rank: None) -> None:
+    from k3train.plan.plan import make_plan
+    from k3train.plan.text import plain
+
+    config = load_recipe(["recipe=pretrain/k3-tiny"])
+    plan = make_plan(config, load_cluster("cpu", {}))
+    assert plan.fits
+    assert plan.world_size == 4
+    for rank in plan.memory:
+        assert sum(rank.bars().values()) == pytest.approx(rank.total)
+        assert rank.held.weights < rank.held.total < rank.total
+    step = plan.step
+    passes = sum(s.forward + s.backward for s in step.parts.values()) * step.micro_batches
+    assert passes == pytest.approx(step.timeline.busy)
+    assert passes <= step.timeline.total <= step.seconds
+    assert step.mfu == pytest.approx(step.flops_per_token * step.tokens_per_second / step.peak)
+    assert step.device_days(step.tokens_per_step) == pytest.approx(4 * step.seconds / 86400)
+    assert json.loads(json.dumps(plain(plan)))["step"]["seconds"] == step.seconds
+
+
+def test_more_micro_batches_wait_less_and_recomputation_keeps_less(single_rank: None) -> None:
+    from k3train.plan.plan import make_plan
+
+    def planned(*overrides: str) -> object:
+        return make_plan(load_recipe(["recipe=pretrain/k3-tiny", *overrides]), load_cluster("cpu", {}))
+
+    plan, longer = planned(), planned("train.global_batch_size=64")
+    assert longer.step.timeline.bubble < plan.step.timeline.bubble
+    assert longer.step.tokens_per_second > plan.step.tokens_per_second
+    again = planned("parallel.recompute=full")
+    assert again.fullest.total < plan.fullest.total
+    assert again.step.seconds > plan.step.seconds
+
+
+def test_search_lists_what_fits_fastest_first(single_rank: None) -> None:
+    from k3train.plan.inventory import take_inventory
+    from k3train.plan.search import search
+
+    config, cluster = load_recipe(["recipe=pretrain/k3-tiny"]), load_cluster("cpu", {})
+    inventory = take_inventory(config)
+    plans, considered, _ = search(config, cluster, inventory, 4, 6)
+    assert considered > 20
+    seconds = [plan.step.seconds for plan in plans]
+    assert len(plans) == 6
+    assert seconds == sorted(seconds)
+    # With less memory than the fastest takes, it is left out, and what is listed fits.
+    need = plans[0].fullest.total / GIB
+    tight = load_cluster("cpu", {"memory_gib": f"{need * 0.9 + cluster.reserved_gib}"})
+    smaller, _, _ = search(config, tight, inventory, 4, 6)
+    assert smaller
+    assert all(plan.fullest.total <= plan.room < plans[0].fullest.total for plan in smaller)
+
+
+def test_the_command_says_what_does_not_fit(
+    single_rank: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from k3train.cli import main
+
+    picture, numbers = tmp_path / "plan.png", tmp_path / "plan.json"
+    words = ["plan", "recipe=pretrain/k3-tiny", "--picture", str(picture), "--json", str(numbers)]
+    assert main(words) == 0
+    assert "fits" in capsys.readouterr().out
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert json.loads(numbers.read_text())["devices"] == 4
+    assert main([*words[:2], "cluster=cpu", "cluster.memory_gib=0.7"]) == 2
+    told = capsys.readouterr().err
+    assert "the layout does not fit: pipeline rank 0 needs" in told
+    assert told.count("\n") == 1
+    assert main(["plan", "recipe=pretrain/k3-tiny", "cluster=cup"]) == 2
+    assert "try cluster=cpu" in capsys.readouterr().err

@@ -1,0 +1,141 @@
+"""Rewrite the tables of docs/planner.md: published sizes and throughputs beside predictions, and the ladder's plans.
+
+    python tools/plan_docs.py            # rewrites the parts between <!-- plan:NAME --> and <!-- end -->
+    python tools/plan_docs.py --check    # says whether they are as the program would write them
+
+Nothing in those parts is typed in. Takes about a minute.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+from k3train.config.load import load_recipe
+from k3train.config.parameters import parameter_count
+from k3train.config.rules_cluster import load_cluster
+from k3train.plan import anchors, picture, text
+from k3train.plan.inventory import take_inventory
+from k3train.plan.memory import GIB
+from k3train.plan.plan import Plan, make_plan
+from k3train.plan.storage import VISION_PARAMETERS, export_bytes
+
+ROOT = Path(__file__).resolve().parents[1]
+DOC = ROOT / "docs" / "planner.md"
+PICTURE = ROOT / "docs" / "images" / "plan-k3.png"
+LADDER = (
+    ("pretrain/k3-tiny", "cpu", ()),
+    ("pretrain/k3-mini", "h100-8x", ()),
+    ("pretrain/k3-48b", "h100-8x", ("parallel.world_size=64",)),
+    ("pretrain/k3-slice8", "h100-8x", ()),
+    ("pretrain/k3", "gb200-nvl72", ()),
+)
+
+
+def sizes() -> str:
+    """The released model: the report's figures and the planner's."""
+    config = load_recipe(["recipe=pretrain/k3", "model.mtp.num_layers=0", "parallel.pipeline_layout=auto"])
+    inventory, count = take_inventory(config), parameter_count(config.model)
+    rows = [
+        ("parameters of the text model", "2.78T (report)", f"{inventory.total / 1e12:.4f}T"),
+        ("active, without the input embedding", "104.2B (report)", f"{count['active'] / 1e9:.2f}B"),
+        (
+            "published folder, vision included",
+            "about 1,453.7 GiB (index of its 96 files)",
+            f"{export_bytes(inventory, VISION_PARAMETERS) / GIB:,.1f} GiB",
+        ),
+    ]
+    return markdown(("", "Published", "Planner"), rows)
+
+
+def throughputs() -> str:
+    """Every published row, its prediction and the error; the mean error of those that nothing was fitted to."""
+    compared = list(anchors.compare())
+    rows = [
+        (
+            c.name,
+            c.devices,
+            f"{c.published:,.4g} {c.unit}",
+            f"{c.predicted:,.4g}",
+            f"{c.error:+.0%}" + (" (fitted)" if c.fitted else ""),
+            c.assumed or "-",
+            c.source,
+        )
+        for c in compared
+    ]
+    runs = [abs(c.error) for c in compared if not c.fitted and c.unit.startswith("tokens")]
+    head = ("Run", "Devices", "Published", "Predicted", "Error", "Not in the source, assumed", "Source")
+    told = f"Mean absolute error of the {len(runs)} training runs in tokens/s that nothing was fitted to: "
+    return markdown(head, rows) + f"\n\n{told}{sum(runs) / len(runs):.0%}, largest {max(runs):.0%}."
+
+
+def ladder() -> str:
+    """One line a rung, then each plan as printed."""
+    plans = [(name, _plan(name, cluster, extra), cluster, extra) for name, cluster, extra in LADDER]
+    rows = []
+    for name, plan, _, _ in plans:
+        count, step = parameter_count(plan.config.model), plan.step
+        rows.append(
+            (
+                f"`{name}`",
+                f"{count['total'] / 1e9:,.4g}B / {count['active'] / 1e9:,.4g}B",
+                f"{plan.world_size:,} x {plan.cluster.device}",
+                text.layout_name(plan.config, plan.world_size),
+                f"{plan.fullest.total / GIB:,.3g} of {plan.room / GIB:,.3g}",
+                f"{step.tokens_per_second / plan.world_size:,.0f}",
+                f"{step.mfu:.0%}",
+            )
+        )
+    head = ("Recipe", "Parameters / active", "Devices", "Layout", "GiB", "Tokens/s a device", "MFU")
+    parts = [markdown(head, rows)]
+    for name, plan, cluster, extra in plans:
+        command = " ".join(["k3train plan", f"recipe={name}", f"cluster={cluster}", *extra])
+        parts.append(f"### {name}\n\n```\n$ {command}\n{text.summary(plan)}\n```")
+        if name == "pretrain/k3":
+            picture.draw(plan, PICTURE)
+    return "\n\n".join(parts)
+
+
+def _plan(name: str, cluster: str, extra: tuple[str, ...]) -> Plan:
+    plan = make_plan(load_recipe([f"recipe={name}", *extra]), load_cluster(cluster, {}))
+    if not plan.fits:
+        raise SystemExit(f"{name} does not fit on {cluster}: the ladder has to stand")
+    return plan
+
+
+def markdown(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
+    """A table."""
+    lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
+    return "\n".join(lines + ["| " + " | ".join(row) + " |" for row in rows])
+
+
+PARTS: dict[str, Callable[[], str]] = {"sizes": sizes, "throughputs": throughputs, "ladder": ladder}
+
+
+def rewritten(document: str) -> str:
+    """The document with its generated parts made anew."""
+
+    def make(match: re.Match[str]) -> str:
+        return f"<!-- plan:{match[1]} -->\n{PARTS[match[1]]()}\n<!-- end -->"
+
+    return re.sub(r"<!-- plan:(\w+) -->.*?<!-- end -->", make, document, flags=re.DOTALL)
+
+
+def main() -> int:
+    """Rewrite or check; 1 where the document is not as it should be."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--check", action="store_true")
+    arguments = parser.parse_args()
+    before = DOC.read_text(encoding="utf-8")
+    after = rewritten(before)
+    if arguments.check:
+        print("docs/planner.md is up to date" if before == after else "docs/planner.md differs; run tools/plan_docs.py")
+        return int(before != after)
+    DOC.write_text(after, encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
