@@ -28,7 +28,7 @@ demo: setup ## prepare the corpus, pretrain recipe=pretrain/k3-tiny, generate fr
 		$(BIN)/k3train generate --checkpoint "$$run_dir" --prompt "def "
 
 demo-sft: setup ## fine-tune the run of make demo on made-up tasks; exact match before and after
-	@$(BIN)/python tools/add_chat_tokens.py --tokenizer data/demo/tokenizer.json --out data/demo-chat
+	@$(BIN)/python tools/add_chat_tokens.py --tokenizer data/demo/tokenizer.json --out data/demo-chat --words
 	@$(BIN)/python tools/make_tasks.py --out data/tasks
 	@echo && echo "Held-out tasks before:"
 	@$(BIN)/k3train eval --checkpoint runs/k3-tiny --tokenizer data/demo-chat --tasks data/tasks/tasks-held-out.jsonl --max-new-tokens 64

@@ -176,6 +176,17 @@ def _convert_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run_dir", metavar="RUN_DIR", help="the run directory to make, for the other engine")
 
 
+def _kernels_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto", help="default: this machine's")
+    parser.add_argument(
+        "--kernels",
+        choices=["auto", "torch", "triton", "reference"],
+        default="auto",
+        help="as a recipe's model.kernels (default auto)",
+    )
+    parser.add_argument("--json", action="store_true", help="one JSON object an operation")
+
+
 def _plan_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("overrides", nargs="+", metavar="key=value", help="recipe=..., cluster=..., and any override")
     parser.add_argument("--search", action="store_true", help="list layouts that fit, fastest first")
@@ -195,6 +206,7 @@ VERBS: dict[str, tuple[str, str, Callable[[argparse.ArgumentParser], None]]] = {
     "import": ("make a checkpoint of a Hugging Face folder", "k3train.hf.import_cli", _import_arguments),
     "export": ("make a Hugging Face folder of a checkpoint", "k3train.hf.export_cli", _export_arguments),
     "convert": ("a checkpoint from one engine to the other", "k3train.engine.convert", _convert_arguments),
+    "kernels": ("what serves each operation here, and why", "k3train.telemetry.kernels_cli", _kernels_arguments),
     "plan": ("memory, time and cost of a recipe on a cluster", "k3train.plan.command", _plan_arguments),
     "inspect": ("step, tokens, layout, sizes and health", "k3train.checkpoint.inspect", _inspect_arguments),
     "report": (

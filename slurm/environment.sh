@@ -221,6 +221,7 @@ k3_run() { # DEFAULT_RECIPE KEY=VALUE...
     # A start that ended a moment ago on a node that failed may still hold the run directory's lock.
     if [ "${SLURM_RESTART_COUNT:-0}" -gt 0 ]; then export K3TRAIN_LOCK_WAIT=${K3TRAIN_LOCK_WAIT:-180}; fi
     k3_code=0
+    if declare -F k3_before_ranks >/dev/null; then k3_before_ranks; fi # slurm/server.sh
     if [ "$k3_stop" = 0 ]; then
         k3_start "${k3_keys[@]}"
         k3_wait $!
@@ -229,6 +230,7 @@ k3_run() { # DEFAULT_RECIPE KEY=VALUE...
         # A rank that has no handler yet dies of the signal.
         case $k3_code in 138 | 143) k3_stop=1 ;; esac
     fi
+    if declare -F k3_after_ranks >/dev/null; then k3_after_ranks; fi
     if [ "$k3_code" = 0 ] && { [ "$k3_stop" = 0 ] || [ -n "$told" ]; }; then
         k3_say "finished"
         k3_end 0

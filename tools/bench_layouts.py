@@ -69,7 +69,7 @@ def measure(rank: int, world_size: int, port: int, config: RecipeConfig, steps: 
     from k3train.train.metrics import memory_bytes
 
     here = platform.start(config.run.device, config.run.threads_per_rank)
-    run_step = training_step(config, here)
+    run_step = TrainingStep(config, here)
     before = 0 if here.kind == "cuda" else resident()
     run_step()
     wall, cpu = [], time.process_time()
@@ -87,48 +87,62 @@ def measure(rank: int, world_size: int, port: int, config: RecipeConfig, steps: 
     platform.stop()
 
 
-def training_step(config: RecipeConfig, here: Any) -> Any:
-    """A function that runs one optimizer step on random tokens and returns the bytes sent between stages."""
-    import torch
-    from megatron.core import parallel_state
+class TrainingStep:
+    """One optimizer step of a recipe's model on random tokens, on ranks that are started."""
 
-    from k3train.model.build import build_chunks, start_model_parallel
-    from k3train.optim.build import build_optimizer, wrap_data_parallel
-    from k3train.parallel.balance import update_router_bias
-    from k3train.stages.pretrain import PretrainStage
-    from k3train.train.step import StepRunner
+    def __init__(self, config: RecipeConfig, here: Any) -> None:
+        import torch
+        from megatron.core import parallel_state
 
-    class RandomTokens:
-        """The pretraining loss, without data."""
+        from k3train.model.build import build_chunks, start_model_parallel
+        from k3train.optim.build import build_optimizer, wrap_data_parallel
+        from k3train.stages.pretrain import PretrainStage
+        from k3train.train.step import StepRunner
 
-        loss = PretrainStage.loss
+        class RandomTokens:
+            """The pretraining loss, without data."""
 
-        def __init__(self) -> None:
-            self.config = config
+            loss = PretrainStage.loss
 
-    start_model_parallel(config.parallel)
-    chunks, transformer_config = build_chunks(config, here.device)
-    models = wrap_data_parallel(chunks, transformer_config, config.parallel)
-    optimizer = build_optimizer(config.optim, models, config.parallel, config.train.precision)
-    runner = StepRunner(models, transformer_config, config.train, RandomTokens(), here.device)
-    train = config.train
-    rows = (train.micro_batch_size, train.seq_length)
-    count = train.global_batch_size // (train.micro_batch_size * parallel_state.get_data_parallel_world_size())
-    generator = torch.Generator().manual_seed(parallel_state.get_data_parallel_rank())
+            def __init__(self) -> None:
+                self.config = config
 
-    def batch() -> dict[str, torch.Tensor]:
-        tokens = torch.randint(0, config.model.vocab_size, rows, generator=generator)
-        ids = torch.zeros(rows, dtype=torch.int32)
-        return {"tokens": tokens, "labels": tokens.roll(-1, 1), "loss_mask": torch.ones(rows), "document_ids": ids}
+        start_model_parallel(config.parallel)
+        self.config = config
+        self.chunks, transformer_config = build_chunks(config, here.device)
+        self.models = wrap_data_parallel(self.chunks, transformer_config, config.parallel)
+        self.optimizer = build_optimizer(config.optim, self.models, config.parallel, config.train.precision)
+        self.runner = StepRunner(self.models, transformer_config, config.train, RandomTokens(), here.device)
+        rows = config.train.micro_batch_size * parallel_state.get_data_parallel_world_size()
+        self.count = config.train.global_batch_size // rows
+        self.generator = torch.Generator().manual_seed(parallel_state.get_data_parallel_rank())
 
-    def step() -> int:
-        runner.forward_backward([batch() for _ in range(count)])
-        optimizer.step()
-        optimizer.zero_grad()
-        update_router_bias(models)
-        return runner.pipeline_bytes
+    def batches(self) -> list[dict[str, Any]]:
+        """The step's micro-batches on this rank."""
+        import torch
 
-    return step
+        shape = (self.config.train.micro_batch_size, self.config.train.seq_length)
+        made = []
+        for _ in range(self.count):
+            tokens = torch.randint(0, self.config.model.vocab_size, shape, generator=self.generator)
+            ids = torch.zeros(shape, dtype=torch.int32)
+            made.append({"tokens": tokens, "labels": tokens.roll(-1, 1), "loss_mask": torch.ones(shape)})
+            made[-1]["document_ids"] = ids
+        return made
+
+    def update(self) -> None:
+        """Parameters, then the router's bias."""
+        from k3train.parallel.balance import update_router_bias
+
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        update_router_bias(self.models)
+
+    def __call__(self) -> int:
+        """Run the step; returns the bytes sent between stages."""
+        self.runner.forward_backward(self.batches())
+        self.update()
+        return self.runner.pipeline_bytes
 
 
 def bench_layout(config: RecipeConfig, world_size: int, steps: int, timeout: float) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Whether Transformer Engine's layers or the local ones serve a run."""
+"""Whether Transformer Engine's layers or the local ones serve a run, and Triton's kernels or PyTorch's."""
 
 from __future__ import annotations
 
@@ -25,4 +25,24 @@ def resolve_transformer_impl(asked: str, device_kind: str, precision: str) -> st
         )
     if asked == "auto":
         return "te" if device_kind == "cuda" and precision == "bf16" and installed else "local"
+    return asked
+
+
+def resolve_kernels(asked: str, device_kind: str) -> str:
+    """`model.kernels` (auto, torch, triton, reference) on a device (cpu, cuda): torch, triton or reference.
+
+    `auto` is Triton on CUDA, where it is installed. `k3train kernels` lists what that means for each operation.
+
+    Raises:
+        UserError: Triton is asked for and is not installed, or there is no CUDA device.
+    """
+    installed = importlib.util.find_spec("triton") is not None
+    if asked == "triton" and (device_kind != "cuda" or not installed):
+        lacking = "triton is not installed" if device_kind == "cuda" else "this run is on the CPU"
+        raise UserError(
+            f"model.kernels=triton needs a CUDA device and the package triton, but {lacking}; allowed here: auto,"
+            " torch, reference; try model.kernels=auto"
+        )
+    if asked == "auto":
+        return "triton" if device_kind == "cuda" and installed else "torch"
     return asked

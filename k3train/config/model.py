@@ -101,8 +101,9 @@ class ModelConfig:
     tie_word_embeddings: bool = False
     # Rows of the embedding are padded to a multiple of this times TP; padded rows never receive probability.
     vocab_padding_multiple: int = 1
-    # auto | reference: every operation in plain PyTorch and in the published code's order, KDA token by token.
-    # Slow and hungry; for comparing numbers with the published code (docs/parity.md).
+    # auto (triton on CUDA, else torch) | torch | triton (CUDA only) | reference: every operation in plain PyTorch and
+    # in the published code's order, KDA token by token. The last is slow and hungry; for comparing numbers with the
+    # published code (docs/parity.md). `k3train kernels` lists what serves each operation on a device.
     kernels: str = "auto"
     kda: KDAConfig = field(default_factory=KDAConfig)
     mla: MLAConfig = field(default_factory=MLAConfig)

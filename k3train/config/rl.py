@@ -28,11 +28,16 @@ class ObjectiveConfig:
     normalization: str = "token"
     regularizer: float = 0.02  # tau, times the squared log-ratio
     regularize_masked: bool = True  # whether the regularizer acts on tokens outside the interval too
+    # Leave out groups whose samples all got the same reward: their advantage is 0, so that all they add is time, and
+    # the regularizer on tokens of older policies. A step that has no other groups trains on them all the same.
+    skip_uniform: bool = False
     # reinforce only: tokens are weighted by the ratio up to this; 0: not at all.
     importance_cap: float = 0.0
     # mopd: clip(teacher's log-probability - own) per token, instead of a reward for the response | outcome.
     signal: str = "outcome"
     distill_clip: float = 5.0  # R_max of that difference
+    # mopd: the group's advantage of the task reward times this is added to it; 0: the teachers alone.
+    task_reward: float = 0.0
 
 
 @dataclass
@@ -62,7 +67,7 @@ class RolloutConfig:
     concurrency: int = 32  # requests at a time
     retries: int = 3  # of a request that fails, with growing pauses
     timeout_seconds: float = 60.0  # without a byte from the server
-    # How the server gets new weights: in_place (buckets over HTTP, to `k3train serve`, from one rank) | disk (an
+    # How the server gets new weights: in_place (buckets over HTTP, to `k3train serve`) | disk (an
     # exported folder that it reads, update_weights_from_disk) | none.
     refresh: str = "in_place"
     refresh_experts: str = "bf16"  # disk: mxfp4 | bf16
@@ -80,6 +85,8 @@ class EnvironmentConfig:
     rewards: dict[str, float] = field(default_factory=lambda: {"answer": 1.0})
     timeout_seconds: float = 30.0  # of one step; then the sample counts as failed
     options: dict[str, Any] = field(default_factory=dict)  # given to the class
+    families: list[str] = field(default_factory=list)  # only tasks of these, of this environment; empty: all
+    efforts: list[str] = field(default_factory=list)  # only tasks of these efforts; empty: all
 
 
 @dataclass
@@ -105,12 +112,22 @@ class EffortConfig:
 
 
 @dataclass
-class DistillConfig:
-    """Teachers of multi-teacher on-policy distillation, by domain and effort."""
+class TeacherConfig:
+    """A teacher of multi-teacher distillation, a checkpoint or a server. The first that fits a task counts."""
 
-    checkpoint: str = "???"
+    checkpoint: str | None = None  # a checkpoint, or a run
+    url: str | None = None  # or a completion server that scores prompts: http://HOST:PORT
+    model: str | None = None  # the name that server serves; null: its first
     family: str = "*"  # of tasks; *: any
     effort: str = "*"
+    # Teachers of the same family and effort are a mixture: their probabilities count by these weights.
+    weight: float = 1.0
+    # Whether it reads the effort message, as the student does. K3's teachers do not (report, Eq. 15).
+    show_effort: bool = False
+    # Where a checkpoint's weights lie: layout (as the trainer's) | zero3 (shared out over all ranks by DeepSpeed, one
+    # layer at a time whole; needs a layout of data-parallel ranks alone).
+    host: str = "layout"
+    offload: bool = False  # zero3: in host memory between uses
 
 
 @dataclass
@@ -121,7 +138,9 @@ class RLConfig:
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     environments: list[EnvironmentConfig] = field(default_factory=list)
     effort: EffortConfig = field(default_factory=EffortConfig)
-    teachers: list[DistillConfig] = field(default_factory=list)
+    teachers: list[TeacherConfig] = field(default_factory=list)
+    # Teachers of host=layout whose weights stay in memory; the others are read from disk when their turn comes.
+    teachers_in_memory: int = 1
     families: list[str] = field(default_factory=list)  # only tasks of these; empty: all
     efforts: list[str] = field(default_factory=list)  # only tasks of these efforts; empty: all
     eval_tasks: str | None = None  # held-out tasks, for the single environment

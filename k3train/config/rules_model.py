@@ -8,7 +8,7 @@ from k3train.config.schema import RecipeConfig
 
 CHOICES = {
     "model.activation": ("situ", "swiglu"),
-    "model.kernels": ("auto", "reference"),
+    "model.kernels": ("auto", "torch", "triton", "reference"),
     "model.kda.gate": ("floored", "softplus"),
     "model.kda.output_gate": ("full", "low_rank"),
     "model.kda.backend": ("auto", "chunk", "naive", "fla"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from k3train.config.rules import check_choice, check_range, refuse
+from k3train.config.rules_distill import check_teachers
 from k3train.config.schema import RecipeConfig
 from k3train.errors import UserError
 
@@ -25,6 +26,8 @@ RANGES: dict[str, tuple[float, dict[str, float]]] = {
     "rl.objective.regularizer": (0.02, {"least": 0}),
     "rl.objective.importance_cap": (0, {"least": 0}),
     "rl.objective.distill_clip": (5, {"above": 0}),
+    "rl.objective.task_reward": (0, {"least": 0}),
+    "rl.teachers_in_memory": (1, {"least": 1}),
     "rl.rollout.prompts": (8, {"least": 1}),
     "rl.rollout.samples": (8, {"least": 2}),
     "rl.rollout.finish_fraction": (1, {"above": 0, "most": 1}),
@@ -74,14 +77,13 @@ def _check_objective(config: RecipeConfig) -> None:
             f"clip_low below {neutral:g} and clip_high above it",
             f"{low}={0.5 if neutral else -0.7:g} rl.objective.clip_high={2 if neutral else 0.7:g}",
         )
+    if objective.skip_uniform and (objective.signal == "mopd" or objective.baseline == "none"):
+        key = "rl.objective.skip_uniform"
+        why = "would leave out groups that signal=mopd and baseline=none learn from"
+        raise refuse(config, key, why, "false", f"{key}=false")
     if objective.signal == "mopd" and not config.rl.teachers:
         raise refuse(config, "rl.objective.signal", "needs teachers", "outcome, or rl.teachers", "'rl.teachers=[...]'")
-    for number, teacher in enumerate(config.rl.teachers):
-        if teacher.effort not in (*EFFORTS, "*"):
-            raise UserError(
-                f"rl.teachers.{number}.effort={teacher.effort} does not exist; allowed: {', '.join(EFFORTS)}, *; try"
-                f" rl.teachers.{number}.effort=*"
-            )
+    check_teachers(config)
 
 
 def _check_sources(config: RecipeConfig) -> None:
@@ -99,6 +101,12 @@ def _check_sources(config: RecipeConfig) -> None:
         for name, value, holds, allowed in checks:
             if not holds:
                 raise UserError(f"{where}.{name}={value} is out of range; allowed: {allowed}; correct {where}.{name}")
+        for effort in environment.efforts:
+            if effort not in EFFORTS:
+                raise UserError(
+                    f"{where}.efforts has {effort}, which does not exist; allowed: {', '.join(EFFORTS)}; try"
+                    f" {where}.efforts=[]"
+                )
     for effort in rl.efforts:
         if effort not in EFFORTS:
             raise refuse(

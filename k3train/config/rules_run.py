@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from k3train.config.rules import check_choice, check_range, refuse, value_at
+from k3train.config.rules_distill import check_distill
 from k3train.config.rules_lora import check_lora
 from k3train.config.rules_optim import check_optim
 from k3train.config.rules_quant import check_quant
@@ -12,7 +13,7 @@ from k3train.config.schema import RecipeConfig
 from k3train.errors import UserError
 
 CHOICES = {
-    "stage.name": ("pretrain", "sft", "rl"),
+    "stage.name": ("pretrain", "sft", "rl", "distill"),
     "train.precision": ("fp32", "bf16"),
     "checkpoint.resume": ("auto", "never"),
     "checkpoint.async_busy": ("wait", "skip"),
@@ -63,6 +64,9 @@ def check_run(config: RecipeConfig) -> None:
         check_sft(config)
     elif config.stage.name == "rl":
         check_rl(config)
+    elif config.stage.name == "distill":
+        check_sft(config)
+        check_distill(config)
     else:
         _check_corpora(config)
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from k3train.config.deepspeed import DeepSpeedConfig
+from k3train.config.distill import DistillConfig
 from k3train.config.guards import FaultConfig, GuardsConfig
 from k3train.config.lora import LoRAConfig
 from k3train.config.model import ModelConfig
@@ -203,6 +204,7 @@ class RecipeConfig:
     stage: StageConfig = field(default_factory=StageConfig)
     sft: SftConfig = field(default_factory=SftConfig)
     rl: RLConfig = field(default_factory=RLConfig)
+    distill: DistillConfig = field(default_factory=DistillConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     telemetry: TelemetryConfig = field(default_factory=TelemetryConfig)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from k3train.config.implementation import resolve_transformer_impl
+from k3train.config.implementation import resolve_kernels, resolve_transformer_impl
 from k3train.config.parameters import parameter_count
 from k3train.config.quant import policy_in_force
 from k3train.config.rules import check_range
@@ -58,6 +58,7 @@ def validate_machine(config: RecipeConfig, gpus: int) -> None:
     check_installed(config)
     kind = "cuda" if gpus and config.run.device != "cpu" else "cpu"
     resolve_transformer_impl(config.parallel.transformer_impl, kind, config.train.precision)
+    resolve_kernels(config.model.kernels, kind)
     if policy_in_force(config.quant, config.stage.name):
         resolve_quant_backend(config.quant.backend, kind)
     if gpus:

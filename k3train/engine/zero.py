@@ -215,6 +215,9 @@ class ZeroRunner:
         finally:
             self.engine.train()
 
+    def close(self) -> None:
+        """Nothing: Megatron-Core's configuration holds nothing of this engine."""
+
     def _forward(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
         batch = {key: value.to(self.device) for key, value in batch.items()}
         packing = Packing(batch["document_ids"], batch.get("padding"), routing=batch.get("routing"))

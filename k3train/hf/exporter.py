@@ -24,7 +24,7 @@ from k3train.config.quant import QuantConfig
 from k3train.errors import UserError
 from k3train.hf.adapters import Merger
 from k3train.hf.files_plan import OutFile, entries_of, new_files, verbatim_files
-from k3train.hf.mapping import Part, packed_names, published_parts, weights_of
+from k3train.hf.mapping import Part, Weight, packed_names, published_parts, weights_of
 from k3train.hf.names import K3_PREFIX, other_spelling
 from k3train.hf.progress import Progress
 from k3train.hf.quant_policy import with_policy
@@ -70,13 +70,15 @@ def plan_job(
     experts: str | None,
     shard_bytes: int,
     quant: QuantConfig | None = None,
+    weights: list[Weight] | None = None,
 ) -> Job:
-    """Decide names, dtypes and files. `quant` is the policy that the checkpoint was trained with, if any.
+    """Decide names, dtypes and files. `quant` is the policy that the checkpoint was trained with, if any; `weights` are
+    the model's, where they are known already.
 
     Raises:
         UserError: the checkpoint lacks a tensor or has another shape, or experts cannot be quantized.
     """
-    weights, _ = weights_of(model)
+    weights = weights_of(model)[0] if weights is None else weights
     prefix = source.config.prefix if source else "" if is_kimi_linear(model) else K3_PREFIX
     parts = published_parts(weights, prefix)
     for weight in weights:

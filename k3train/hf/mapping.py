@@ -9,9 +9,9 @@ import torch
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
 
 from k3train.config.model import ModelConfig
-from k3train.config.schema import ParallelConfig, RecipeConfig, TrainConfig
+from k3train.config.schema import RecipeConfig, TrainConfig
 from k3train.hf.names import W2, W13, published_expert_name, published_name
-from k3train.model.build import build_chunks, start_model_parallel
+from k3train.model.build import build_chunks, layout_of_one
 from k3train.quant.mxfp4 import BLOCK
 
 PACKED, SCALE = "weight_packed", "weight_scale"  # what stands in for `weight` where experts are quantized
@@ -69,15 +69,17 @@ class Part:
 def weights_of(model: ModelConfig) -> tuple[list[Weight], list[str]]:
     """Every tensor of the model without multi-token prediction, and the keys of what is stored beside them.
 
-    They are read off the modules themselves, built without memory. Needs a process group.
+    They are read off the modules themselves, built without memory. Needs a process group, whose ranks all take part;
+    the layout of a run stays as it is.
     """
     model = copy.deepcopy(model)
     model.mtp.num_layers, model.vocab_padding_multiple = 0, 1
-    start_model_parallel(ParallelConfig())
     config = RecipeConfig(model=model, train=TrainConfig(precision="bf16"))
-    (built,), _ = build_chunks(config, "meta", init=False)
+    with layout_of_one():
+        (built,), _ = build_chunks(config, "meta", init=False)
+        entries = built.sharded_state_dict()
     weights, objects = [], []
-    for entry in built.sharded_state_dict().values():
+    for entry in entries.values():
         if isinstance(entry, ShardedTensor):
             weights.append(Weight(entry.key, tuple(entry.global_shape), entry.dtype))
         elif isinstance(entry, ShardedObject):

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
+import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 
 from k3train.config.implementation import resolve_transformer_impl
@@ -30,6 +34,34 @@ def start_model_parallel(parallel: ParallelConfig) -> None:
         expert_tensor_parallel_size=parallel.expert_tensor,
         create_gloo_process_groups=False,
     )
+
+
+@contextmanager
+def layout_of_one() -> Iterator[None]:
+    """Megatron-Core's groups of a model that no ranks share; afterwards those that stood before, the very same.
+
+    For building a whole model, without memory, in the midst of a run. Every rank takes part.
+    """
+    if parallel_state.model_parallel_is_initialized() and _sizes_now() == _sizes(ParallelConfig()):
+        yield
+        return
+    # Megatron-Core keeps a layout in its module's variables, has one at a time, and no way to put it aside.
+    before = {name: value for name, value in vars(parallel_state).items() if _holds_layout(name)}
+    for name, value in before.items():
+        setattr(parallel_state, name, {} if isinstance(value, dict) else None)
+    try:
+        start_model_parallel(ParallelConfig())
+        yield
+    finally:
+        for group in parallel_state._global_process_group_list or ():
+            if group is not None:
+                dist.destroy_process_group(group)
+        for name, value in before.items():
+            setattr(parallel_state, name, value)
+
+
+def _holds_layout(name: str) -> bool:
+    return name == "_global_process_group_list" or (name.startswith("_") and name.isupper())
 
 
 def _sizes(parallel: ParallelConfig) -> tuple[int, ...]:

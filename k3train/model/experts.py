@@ -10,7 +10,7 @@ from megatron.core import parallel_state
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from megatron.core.transformer.module import MegatronModule
 
-from k3train.model.ffn import gated_activation
+from k3train.model.ffn import gated_halves
 from k3train.model.transformer_config import K3TransformerConfig
 from k3train.parallel.regions import mark_sharded
 from k3train.quant.fake import FakeQuant
@@ -85,11 +85,7 @@ class LatentExperts(MegatronModule):
         super()._load_from_state_dict(*args, **kwargs)
 
     def _activate(self, fused: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        gate, up = fused.chunk(2, dim=-1)
-        hidden = gated_activation(self.config.k3, gate, up)
-        if self.weights_after_w2:
-            return hidden
-        return (hidden.float() * weights.unsqueeze(-1)).to(hidden.dtype)
+        return gated_halves(self.config.k3, fused, None if self.weights_after_w2 else weights)
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None) -> dict:
         """Sharded tensors: experts over expert-parallel ranks (axis 0), width over expert-tensor ranks (axis 2)."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from k3kernels.situ import situ_glu, swiglu
+from k3kernels.situ import fused_glu, situ_glu, swiglu
 from megatron.core.transformer.module import MegatronModule
 
 from k3train.config.model import ModelConfig
@@ -18,6 +18,12 @@ def gated_activation(model: ModelConfig, gate: torch.Tensor, up: torch.Tensor) -
     if model.activation == "situ":
         return situ_glu(gate, up, model.situ_beta, model.situ_linear_beta, backend=model.kernels)
     return swiglu(gate, up, backend=model.kernels)
+
+
+def gated_halves(model: ModelConfig, fused: torch.Tensor, weights: torch.Tensor | None) -> torch.Tensor:
+    """`gated_activation` of the two halves of `fused` [t, 2 width], times `weights` [t] where there are some."""
+    settings = {"beta": model.situ_beta, "linear_beta": model.situ_linear_beta, "backend": model.kernels}
+    return fused_glu(fused, weights, activation=model.activation, **settings)
 
 
 class GatedFFN(MegatronModule):

@@ -10,6 +10,7 @@ from megatron.core.enums import ModelType
 from megatron.core.models.common.language_module.language_module import LanguageModule
 from megatron.core.transformer.module import MegatronModule
 
+from k3train.config.implementation import resolve_kernels
 from k3train.errors import UserError
 from k3train.model.block import K3Block
 from k3train.model.mtp import MultiTokenPrediction, mtp_targets
@@ -18,17 +19,22 @@ from k3train.model.state import StateView
 from k3train.model.transformer_config import K3TransformerConfig
 from k3train.parallel.regions import enter, no_init
 from k3train.parallel.stages import StageContents
+from k3train.parallel.vocab_loss import shard_losses
 
 
 @dataclass
 class TokenLosses:
-    """Per-token cross-entropies [b, s] in fp32 nats, and where they count; `batch` is what else a stage put in."""
+    """Per-token cross-entropies [b, s] in fp32 nats, and where they count; `batch` is what else a stage put in.
 
-    loss: torch.Tensor
+    Where the model keeps its logits for the stage, `logits` is its shard of them [s, b, v / TP] and `loss` None.
+    """
+
+    loss: torch.Tensor | None
     loss_mask: torch.Tensor
     mtp_loss: torch.Tensor | None = None
     mtp_mask: torch.Tensor | None = None
     batch: dict[str, torch.Tensor] = field(default_factory=dict)
+    logits: torch.Tensor | None = None
 
 
 def padded_vocab_size(vocab_size: int, multiple: int, tensor_parallel_size: int) -> int:
@@ -63,6 +69,7 @@ class K3Model(LanguageModule):
         self.pre_process, self.post_process, self.mtp_process = contents.embedding, contents.head, contents.mtp
         self.share_embeddings_and_output_weights = False
         self.input_tensor: torch.Tensor | None = None
+        self.keep_logits = False  # labels give logits instead of cross-entropies: a stage has its own loss on them
         model = config.k3
         self.vocab_size = model.vocab_size
         rows = padded_vocab_size(model.vocab_size, model.vocab_padding_multiple, config.tensor_model_parallel_size)
@@ -126,13 +133,15 @@ class K3Model(LanguageModule):
         if labels is None:
             full = tensor_parallel.gather_from_tensor_model_parallel_region(logits, group=self.tp_group)
             return full[..., : self.vocab_size].transpose(0, 1).contiguous()
-        losses = TokenLosses(self.compute_language_model_loss(labels, logits.float()), loss_mask)
+        if self.keep_logits:
+            return TokenLosses(None, loss_mask, logits=logits)
+        losses = TokenLosses(self._loss(labels, logits), loss_mask)
         if self.mtp_process:
             if ahead is None:
                 ahead = mtp_targets(labels, loss_mask, packing.document_ids)
             targets, losses.mtp_mask = ahead
             features = self.mtp(features, self._embed(labels), packing)
-            losses.mtp_loss = self.compute_language_model_loss(targets, self._logits(features).float())
+            losses.mtp_loss = self._loss(targets, self._logits(features))
         return losses
 
     def _embed(self, tokens: torch.Tensor) -> torch.Tensor:
@@ -159,6 +168,12 @@ class K3Model(LanguageModule):
             rows = torch.arange(start, start + logits.shape[-1], device=logits.device)
             logits = logits.masked_fill(rows >= self.vocab_size, torch.finfo(logits.dtype).min)
         return logits
+
+    def _loss(self, labels: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+        """Cross-entropies [b, s] of this rank's logits: by the Triton kernel where it runs, else Megatron-Core's."""
+        if resolve_kernels(self.config.k3.kernels, logits.device.type) == "triton":
+            return shard_losses(logits, labels, self.tp_group)
+        return self.compute_language_model_loss(labels, logits.float())
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None) -> dict:
         """Sharded tensors of this stage; a second copy of the embedding is stored as a replica of the first."""

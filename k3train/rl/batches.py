@@ -20,6 +20,14 @@ def trainable(groups: Sequence[Group]) -> list[tuple[Group, list[Trajectory]]]:
     return [(g, samples) for g, samples in kept if len(samples) > 1]
 
 
+def with_signal(groups: Sequence[Group], config: ObjectiveConfig) -> list[Group]:
+    """The groups to train on: all, or with `skip_uniform` those whose rewards differ, where there are any."""
+    if not config.skip_uniform:
+        return list(groups)
+    mixed = [g for g, samples in trainable(groups) if len({s.reward for s in samples}) > 1]
+    return mixed or list(groups)
+
+
 def examples(
     groups: Sequence[Group],
     config: ObjectiveConfig,

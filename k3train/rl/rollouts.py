@@ -61,6 +61,8 @@ class Rollouts:
     ) -> None:
         self.config, self.sources, self.chat, self.seed = config, sources, chat, seed
         self.max_context, self._agree, self._budget = max_context, agree, budget
+        # Told of a group when its last sample ends, while others go on. Rewards may still change.
+        self.on_done: Callable[[Group], None] = lambda group: None
         self.groups: list[Group] = []  # begun and not trained on yet, oldest first
         self._next_uid = 0
         self._positions = [0] * len(sources)  # tasks taken from each source
@@ -194,6 +196,8 @@ class Rollouts:
                 more.append(self._work(group, piece.key[1]))
             else:
                 engine.release(piece.key)
+                if group.done:
+                    self.on_done(group)
         return more
 
     def _outcomes(self, ended: Sequence[tuple[int, Group, Trajectory]]) -> list[Step | str]:

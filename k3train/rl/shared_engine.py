@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
-from k3train.model.model import K3Model
+import torch
+
 from k3train.parallel.first_rank import from_first_rank
 from k3train.rollout.engine import Engine, Key, Piece, Work
 from k3train.rollout.remote import OpenAIEngine
@@ -49,9 +50,18 @@ class SharedEngine:
     def counters(self) -> dict[str, float]:
         return from_first_rank(lambda: self._engine.counters())
 
-    def refresh_in_place(self, model: K3Model, version: int, bucket_bytes: int) -> None:
-        """Send the model of one rank."""
-        from_first_rank(lambda: self._engine.refresh_in_place(model, version, bucket_bytes))
+    def refresh_in_place(self, buckets: Iterable[dict[str, torch.Tensor]], version: int) -> int:
+        """Send rank 0's buckets; the other ranks draw theirs, which may give rank 0 what it lacks. Returns how many."""
+        sent, waiting = 0, None
+        for bucket in buckets:
+            if waiting is not None:
+                self._send(waiting, None)
+            waiting, sent = bucket, sent + 1
+        self._send(waiting, version)
+        return sent
+
+    def _send(self, bucket: dict[str, torch.Tensor], version: int | None) -> None:
+        from_first_rank(lambda: self._engine.send_bucket(bucket, version))
 
     def refresh_from_disk(self, folder: Path, version: int) -> None:
         """Have the server read a folder."""

@@ -1,86 +1,110 @@
-"""Teachers of multi-teacher on-policy distillation: for each domain and effort, the model that scores the samples.
+"""Teachers of multi-teacher on-policy distillation: for each domain and effort, who scores the samples.
 
-K3's report, Eq. 15: the student reads the effort message, the teacher does not.
+K3's report, Eq. 15: the student reads the effort message, the teacher does not. Where teachers lie and how they are
+asked is `teacher_hosts.py`'s.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
-from typing import Any
 
-from k3train.checkpoint import store
-from k3train.config.rl import DistillConfig
+import torch
+
+from k3train.config.rl import TeacherConfig
 from k3train.config.schema import RecipeConfig
 from k3train.errors import UserError
-from k3train.model.build import build_chunks
-from k3train.model.model import K3Model
+from k3train.platform import Platform
 from k3train.rl.rollouts import Rollouts
+from k3train.rl.teacher_hosts import Host, Key, Row, Shelf, make_hosts
 from k3train.rl.trajectory import Group
-from k3train.rollout.restore import recipe_of
-from k3train.rollout.scoring import token_logprobs
 from k3train.rollout.tasks import Task
 
 
-def teacher_for(teachers: Sequence[DistillConfig], task: Task) -> int:
-    """The number of the first teacher whose domain and effort fit.
+def teachers_for(teachers: Sequence[TeacherConfig], task: Task) -> list[int]:
+    """The numbers of the teachers of a task: the first whose domain and effort fit, and others of the very same two.
 
     Raises:
-        UserError: none does.
+        UserError: none fits.
     """
-    for number, teacher in enumerate(teachers):
-        if teacher.family in ("*", task.family) and teacher.effort in ("*", task.effort):
-            return number
+    for first in teachers:
+        if first.family in ("*", task.family) and first.effort in ("*", task.effort):
+            own = first.family, first.effort
+            return [n for n, teacher in enumerate(teachers) if (teacher.family, teacher.effort) == own]
     raise UserError(
         f"rl.teachers has none for family={task.family}, effort={task.effort} (task {task.id}); add one, or one with"
         " family: '*', effort: '*'"
     )
 
 
+def mixed(scores: Sequence[Sequence[float]], weights: Sequence[float]) -> list[float]:
+    """Log-probabilities under the mixture sum_k w_k p_k / sum_k w_k, token by token, from each teacher's."""
+    if len(scores) == 1:
+        return list(scores[0])
+    shares = torch.tensor(weights, dtype=torch.float64)
+    shares = (shares / shares.sum()).log().unsqueeze(1)
+    return (torch.tensor(scores, dtype=torch.float64) + shares).logsumexp(dim=0).tolist()
+
+
 class Teachers:
-    """The teachers' models in the trainer's layout, each loaded when it is first needed.
+    """All teachers of a run, each asked for the samples of its tasks. Every rank makes one and calls it alike.
 
     Raises:
-        UserError: a checkpoint is not usable, has another vocabulary, or some task has no teacher.
+        UserError: a teacher is not usable, or some task has none.
     """
 
-    def __init__(self, config: RecipeConfig, rollouts: Rollouts, device: Any) -> None:
-        self._config, self._rollouts, self._device = config, rollouts, device
-        self._models: dict[str, K3Model] = {}
+    def __init__(self, config: RecipeConfig, rollouts: Rollouts, here: Platform) -> None:
+        self._teachers, self._rollouts = config.rl.teachers, rollouts
         for source in rollouts.sources:
             for task in source.tasks:
-                teacher_for(config.rl.teachers, task)
-        for teacher in config.rl.teachers:
-            path, recipe = recipe_of(teacher.checkpoint)
-            if recipe.model.vocab_size != config.model.vocab_size:
-                raise UserError(
-                    f"the teacher {path} has model.vocab_size={recipe.model.vocab_size}, the student"
-                    f" {config.model.vocab_size}; both have to read the same tokens"
-                )
+                teachers_for(self._teachers, task)
+        self._shelf = Shelf(config.rl.teachers_in_memory)
+        self._hosts: list[Host] = make_hosts(config, rollouts.chat.tokenizer, here, self._shelf)
+        self._seconds, self._tokens = 0.0, 0
+
+    def begin(self, group: Group) -> None:
+        """Have servers score a group whose samples are done while others are still generated."""
+        if any(self._hosts[number].is_remote for number in self._numbers(group)):
+            for number, rows in self._rows([group]).items():
+                self._hosts[number].begin(rows)
 
     def scores(self, groups: Sequence[Group]) -> dict[tuple[int, int], list[float]]:
-        """Log-probabilities of all tokens behind the prompts, by (group, sample). Every rank calls this alike."""
-        by_teacher: dict[str, list[tuple[tuple[int, int], list[int], int]]] = {}
+        """Log-probabilities of all tokens behind the prompts, by (group, sample)."""
+        started = time.perf_counter()
+        rows = self._rows(groups)
+        found: dict[int, dict[Key, list[float]]] = {}
+        # Those that are in memory first: they would be put away for the others.
+        for number in sorted(rows, key=lambda n: not self._hosts[n].is_ready):
+            found[number] = self._hosts[number].scores(rows[number])
+        out = {}
         for group in groups:
-            source = self._rollouts.sources[group.environment]
-            task = source.tasks[group.task]
-            teacher = self._config.rl.teachers[teacher_for(self._config.rl.teachers, task)]
-            prompt = self._rollouts.chat.prompt(source.environment.conversation(task), show_effort=False)
-            rows = by_teacher.setdefault(teacher.checkpoint, [])
-            for number, sample in enumerate(group.samples):
+            numbers = self._numbers(group)
+            weights = [self._teachers[n].weight for n in numbers]
+            for j, sample in enumerate(group.samples):
                 if sample.drawn:
-                    rows.append(((group.uid, number), [*prompt, *sample.tokens], len(sample.tokens)))
-        out: dict[tuple[int, int], list[float]] = {}
-        for checkpoint, rows in by_teacher.items():
-            found = token_logprobs(self._model(checkpoint), [row for _, row, _ in rows])
-            out.update({key: scores[-count:] for (key, _, count), scores in zip(rows, found)})
+                    key, count = (group.uid, j), len(sample.tokens)
+                    out[key] = mixed([found[n][key][-count:] for n in numbers], weights)
+        self._tokens = sum(map(len, out.values()))
+        self._seconds = time.perf_counter() - started
         return out
 
-    def _model(self, checkpoint: str) -> K3Model:
-        if checkpoint not in self._models:
-            path, recipe = recipe_of(checkpoint)
-            recipe.parallel, recipe.train = self._config.parallel, self._config.train
-            recipe.model.mtp.num_layers, recipe.model.kda.backend = 0, "auto"
-            (model,), _ = build_chunks(recipe, self._device, init=False)
-            store.load_model(path, [model])
-            self._models[checkpoint] = model.eval().requires_grad_(False)
-        return self._models[checkpoint]
+    def metrics(self) -> dict[str, float]:
+        """Of the last `scores`: what it took beside generation; and how often weights were read since the start."""
+        return {"teacher_seconds": self._seconds, "teacher_tokens": self._tokens, "teacher_loads": self._shelf.loads}
+
+    def _numbers(self, group: Group) -> list[int]:
+        return teachers_for(self._teachers, self._rollouts.sources[group.environment].tasks[group.task])
+
+    def _rows(self, groups: Sequence[Group]) -> dict[int, dict[Key, Row]]:
+        """What each teacher has to read: the conversation as it sees it, and the student's tokens."""
+        rows: dict[int, dict[Key, Row]] = {}
+        for group in groups:
+            source = self._rollouts.sources[group.environment]
+            conversation = source.environment.conversation(source.tasks[group.task])
+            for number in self._numbers(group):
+                prompt = self._rollouts.chat.prompt(conversation, self._teachers[number].show_effort)
+                own = rows.setdefault(number, {})
+                for j, sample in enumerate(group.samples):
+                    if sample.drawn:
+                        own[group.uid, j] = [*prompt, *sample.tokens]
+        return rows

@@ -2,49 +2,111 @@
 
 from __future__ import annotations
 
+import math
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, is_main_replica
 
 from k3train.checkpoint import directory, store
 from k3train.checkpoint.state import TrainState
 from k3train.config.schema import RecipeConfig, to_plain
-from k3train.errors import UserError
 from k3train.rl.shared_engine import SharedEngine
+from k3train.rollout.refresh import bucketed
 
 FOLDER = "rollout_weights"
+_VOCABULARY = ("embedding.weight", "output_layer.weight")  # may have rows added to fill up ranks
 
 
-def refresh(engine: SharedEngine, config: RecipeConfig, trainer: Any, version: int) -> None:
-    """Give the server the trainer's weights as `version`. Every rank calls this.
+class WeightRefresh:
+    """Gives a server the trainer's weights, whatever layout they lie in. Every rank makes one and calls it."""
 
-    Raises:
-        UserError: the layout cannot do it in place, the folder cannot be written, or the server refuses.
+    def __init__(self, config: RecipeConfig, trainer: Any) -> None:
+        self._config, self._trainer = config, trainer
+        if config.rl.rollout.refresh == "disk":
+            from k3train.hf.mapping import weights_of
+
+            self._weights = weights_of(config.model)[0]  # once: building the model takes new groups in most layouts
+
+    def __call__(self, engine: SharedEngine, version: int) -> None:
+        """Give `engine` the present weights as `version`.
+
+        Raises:
+            UserError: the folder cannot be written, or the server refuses.
+        """
+        rollout, models = self._config.rl.rollout, self._trainer.models
+        with store.current_parameters(models):
+            if rollout.refresh == "in_place":
+                buckets = whole_buckets(models, self._config.model.vocab_size, rollout.bucket_mib << 20)
+                engine.refresh_in_place(buckets, version)
+                return
+            root = Path(self._trainer.run_dir) / FOLDER
+            checkpoint = _save_weights(root / "checkpoint", self._config, models, version)
+        out = root / f"version_{version:08d}"
+        self._export(checkpoint, out)
+        engine.refresh_from_disk(out, version)
+        if dist.get_rank() == 0:
+            shutil.rmtree(root / "checkpoint", ignore_errors=True)
+            for old in sorted(root.glob("version_*"))[:-1]:
+                shutil.rmtree(old, ignore_errors=True)
+        dist.barrier()
+
+    def _export(self, checkpoint: Path, out: Path) -> None:
+        from k3train.hf.exporter import plan_job, run_export
+        from k3train.hf.torch_dist import TensorReader
+
+        if dist.get_rank() == 0:
+            shutil.rmtree(out, ignore_errors=True)
+        dist.barrier()
+        tensors = TensorReader(checkpoint)
+        experts = self._config.rl.rollout.refresh_experts
+        job = plan_job(checkpoint, tensors, self._config.model, None, experts, 5 * 10**9, weights=self._weights)
+        run_export(checkpoint, out, tensors, job)
+        tensors.close()
+
+
+@torch.no_grad()
+def whole_buckets(models: list[Any], vocab_size: int, most_bytes: int) -> Iterator[dict[str, torch.Tensor]]:
+    """`rollout.refresh.buckets` of a model that ranks share: rank 0's buckets hold the whole rows, bit for bit.
+
+    Every rank has to draw all of them; those of other ranks hold nothing of use. No rank has more of other ranks'
+    weights than one bucket at a time.
     """
-    rollout = config.rl.rollout
-    # The export asks `hf.mapping.weights_of` for the model's tensors, which lays the ranks out anew to build it; the
-    # trainer's layout would be gone, and the next weights saved in another.
-    if dist.get_world_size() > 1:
-        raise UserError(
-            f"rl.rollout.refresh={rollout.refresh} sends the weights of one rank, and this run has"
-            f" {dist.get_world_size()}; try rl.rollout.engine=local"
-        )
-    if rollout.refresh == "in_place":
-        engine.refresh_in_place(trainer.models[0].module, version, rollout.bucket_mib << 20)
-        return
-    root = Path(trainer.run_dir) / FOLDER
-    checkpoint = _save_weights(root / "checkpoint", config, trainer.models, version)
-    out = root / f"version_{version:08d}"
-    _export(checkpoint, out, config, rollout.refresh_experts)
-    engine.refresh_from_disk(out, version)
-    if dist.get_rank() == 0:
-        shutil.rmtree(root / "checkpoint", ignore_errors=True)
-        for old in sorted(root.glob("version_*"))[:-1]:
-            shutil.rmtree(old, ignore_errors=True)
-    dist.barrier()
+    state = [entry for chunk in store.model_state(models).values() for entry in chunk.values()]
+    entries = [entry for entry in state if isinstance(entry, ShardedTensor)]
+    listed: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(listed, [(e.key, tuple(e.global_shape), e.dtype) for e in entries])
+    table = {key: (shape, dtype) for rank in listed for key, shape, dtype in rank}
+    mine: dict[str, list[ShardedTensor]] = {}
+    for entry in entries:
+        if is_main_replica(entry.replica_id):  # one rank has each element
+            mine.setdefault(entry.key, []).append(entry)
+    device = entries[0].data.device if entries else torch.device("cpu")
+
+    def rows(name: str, start: int, stop: int) -> torch.Tensor:
+        shape, dtype = table[name]
+        out = torch.zeros(stop - start, *shape[1:], dtype=dtype, device=device)
+        for entry in mine.get(name, ()):
+            first, count = entry.global_offset[0], entry.local_shape[0]
+            low, high = max(start, first), min(stop, first + count)
+            if low < high:
+                spans = [slice(o, o + n) for o, n in zip(entry.global_offset[1:], entry.local_shape[1:])]
+                out[(slice(low - start, high - start), *spans)] = entry.data[low - first : high - first]
+        if dist.get_world_size() > 1:
+            # As bytes: one rank's are its own, all others' 0, so that the sum is exact in any dtype.
+            dist.reduce(out.view(torch.uint8), dst=0)
+        return out
+
+    sizes = {}
+    for key, (shape, dtype) in table.items():
+        length = min(shape[0], vocab_size) if key in _VOCABULARY else shape[0]
+        sizes[key] = (length, math.prod(shape[1:]) * dtype.itemsize)
+    return bucketed(sizes, rows, most_bytes)
 
 
 def _save_weights(root: Path, config: RecipeConfig, models: list[Any], version: int) -> Path:
@@ -60,16 +122,3 @@ def _save_weights(root: Path, config: RecipeConfig, models: list[Any], version: 
         directory.commit(root, version, marker)
     dist.barrier()
     return directory.directory_of(root, version)
-
-
-def _export(checkpoint: Path, out: Path, config: RecipeConfig, experts: str) -> None:
-    from k3train.hf.exporter import plan_job, run_export
-    from k3train.hf.torch_dist import TensorReader
-
-    if dist.get_rank() == 0:
-        shutil.rmtree(out, ignore_errors=True)
-    dist.barrier()
-    tensors = TensorReader(checkpoint)
-    job = plan_job(checkpoint, tensors, config.model, None, experts, 5 * 10**9)
-    run_export(checkpoint, out, tensors, job)
-    tensors.close()

@@ -1,7 +1,8 @@
 """Families of made-up tasks: questions, answers and worked steps from a random generator.
 
-Numbers are written digit by digit, so that every tokenizer cuts them alike. Level 1 is for models of a few million
-parameters, level 2 has larger numbers, longer lists and tables. A question belongs to the training or to
+Numbers are written digit by digit, so that every tokenizer cuts them alike. Level 0 is for a model of a few million
+parameters that has seen hardly any text, level 1 for one that was pretrained for longer, level 2 has larger numbers,
+longer lists and tables. A question belongs to the training or to
 the held-out split by its own hash: the splits never meet, whatever the seeds and sizes.
 """
 
@@ -16,10 +17,15 @@ from typing import Any
 from k3train.data.chat.messages import EFFORTS
 
 HELD_OUT_OF = 8  # one question in so many is held out
-LEVELS = (1, 2)  # of difficulty
+LEVELS = (0, 1, 2)  # of difficulty
 WORDS = ("key", "set", "line", "name", "list", "file", "text", "code", "data", "path", "time", "type")
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 ORDINALS = ("first", "second", "third", "fourth")
+FEW = 6  # words and letters that level 0 is made of; half as many name the rows of its tables
+MOST = 9  # its sums have one digit
+SMALL = 6  # its other digits go up to here
+_DIGITS = range(MOST + 1)
+SMALL_SUMS = [(a, b, c) for a in _DIGITS for b in _DIGITS for c in _DIGITS if a + b + c <= MOST]
 
 
 @dataclass(frozen=True)
@@ -49,7 +55,12 @@ def _apart(number: int) -> str:
 
 
 def _add(rng: random.Random, level: int) -> Problem:
-    """The sum of two digits, or of two numbers of two digits, column by column."""
+    """The sum of three digits, one after the other; of two digits; or of two numbers of two digits, by columns."""
+    if level == 0:
+        a, b, c = rng.choice(SMALL_SUMS)
+        steps = f"{a} + {b} = {a + b} , {a + b} + {c} = {a + b + c} ."
+        proof = f"so {c} + {b} = {b + c} , {b + c} + {a} = {a + b + c} ."
+        return Problem(f"add {a} and {b} and {c}", str(a + b + c), steps, proof)
     if level == 1:
         a, b = rng.randint(0, 9), rng.randint(0, 9)
         proof = f"so {b} + {a} = {_apart(a + b)} ."
@@ -64,7 +75,8 @@ def _add(rng: random.Random, level: int) -> Problem:
 
 def _reverse(rng: random.Random, level: int) -> Problem:
     """Letters in the opposite order."""
-    letters = rng.choices(LETTERS[:12], k=3) if level == 1 else rng.choices(LETTERS, k=rng.randint(3, 5))
+    some = LETTERS if level == 2 else LETTERS[: FEW * (1 + level)]
+    letters = rng.choices(some, k=rng.randint(3, 5) if level == 2 else 3)
     numbered = [f"{place} {letter}" for place, letter in enumerate(letters, start=1)]
     steps, proof = " ".join(numbered) + " .", "back " + " ".join(reversed(numbered)) + " ."
     return Problem(f"reverse {' '.join(letters)}", " ".join(reversed(letters)), steps, proof)
@@ -72,7 +84,7 @@ def _reverse(rng: random.Random, level: int) -> Problem:
 
 def _pick(rng: random.Random, level: int) -> Problem:
     """The word in a place of a list."""
-    words = rng.sample(WORDS, 2 + level)
+    words = rng.sample(WORDS if level else WORDS[:FEW], max(3, 2 + level))
     place = rng.randrange(len(words))
     numbered = [f"{ORDINALS[i]} {word}" for i, word in enumerate(words)]
     steps, proof = " ".join(numbered[: place + 1]) + " .", f"all {' '.join(numbered)} ."
@@ -81,25 +93,28 @@ def _pick(rng: random.Random, level: int) -> Problem:
 
 def _sort(rng: random.Random, level: int) -> Problem:
     """Digits from the smallest to the largest."""
-    digits = rng.sample(range(10), rng.randint(1 + level, 2 + level))
+    digits = rng.sample(range(10), rng.randint(1 + level, 2 + level)) if level else rng.sample(range(SMALL + 1), 3)
     ordered = sorted(digits)
+    question, answer = f"sort {' '.join(map(str, digits))}", " ".join(map(str, ordered))
+    rising = " < ".join(map(str, ordered)) + " ."
+    if level == 0:
+        return Problem(question, answer, rising, f"so {' > '.join(map(str, reversed(ordered)))} .")
     left, steps = list(digits), []
     for digit in ordered:
         steps.append(f"{digit} of {' '.join(map(str, left))}")
         left.remove(digit)
-    proof = "so " + " < ".join(map(str, ordered)) + " ."
-    text = " ".join(map(str, digits))
-    return Problem(f"sort {text}", " ".join(map(str, ordered)), " , ".join(steps) + " .", proof)
+    return Problem(question, answer, " , ".join(steps) + " .", f"so {rising}")
 
 
-def _table(rng: random.Random, rows: int) -> tuple[list[tuple[str, int]], str]:
-    table = [(name, rng.randint(1, 9)) for name in rng.sample(WORDS, rows)]
+def _table(rng: random.Random, rows: int, level: int, most: int) -> tuple[list[tuple[str, int]], str]:
+    names = WORDS if level else WORDS[: FEW // 2]
+    table = [(name, rng.randint(1, most)) for name in rng.sample(names, rows)]
     return table, "".join(f"| {name} | {value} |\n" for name, value in table)
 
 
 def _lookup(rng: random.Random, level: int) -> Problem:
     """The value beside a name."""
-    table, text = _table(rng, 2 * level)
+    table, text = _table(rng, 2 * level or 3, level, 9 if level else SMALL)
     name, value = rng.choice(table)
     proof = "all " + " , ".join(f"{n} | {v}" for n, v in table) + " ."
     return Problem(f"{text}value of {name}", str(value), f"{name} | {value} .", proof)
@@ -107,7 +122,7 @@ def _lookup(rng: random.Random, level: int) -> Problem:
 
 def _total(rng: random.Random, level: int) -> Problem:
     """The sum of two values of a table."""
-    table, text = _table(rng, 1 + level)
+    table, text = _table(rng, max(2, 1 + level), level, 9 if level else MOST // 2)
     (a, x), (b, y) = rng.sample(table, 2)
     steps = f"{a} | {x} , {b} | {y} , {x} + {y} = {_apart(x + y)} ."
     return Problem(f"{text}total of {a} and {b}", _apart(x + y), steps, f"so {y} + {x} = {_apart(x + y)} .")
@@ -182,13 +197,14 @@ def draw_sessions(
     held_out: bool = False,
     level: int = 1,
 ) -> list[dict]:
-    """`count` conversations of `turns` questions each at one effort: what SFT reads."""
+    """`count` conversations of `turns` questions each at one effort: what SFT reads. Their families differ as far as
+    there are enough: a model that cannot tell yet which of two like questions is the last one learns from these."""
     rng = random.Random(f"sessions {seed} {held_out}")
     rows = []
     for number in range(count):
         effort = EFFORTS[number % len(EFFORTS)]
-        chosen = [rng.choice(families) for _ in range(turns)]
-        problems = [draw_problem(family, held_out, rng, level) for family in chosen]
+        chosen = [name for start in range(0, turns, len(families)) for name in rng.sample(families, len(families))]
+        problems = [draw_problem(family, held_out, rng, level) for family in chosen[:turns]]
         messages = [message for problem in problems for message in turn(problem, effort)]
         rows.append({"id": f"session-{number}", "thinking_effort": effort, "messages": messages})
     return rows

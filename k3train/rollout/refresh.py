@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
@@ -75,18 +75,29 @@ def buckets(model: K3Model, most_bytes: int = BUCKET_BYTES) -> Iterator[dict[str
 
     A name's pieces come in order. `apply_bucket` is the other end.
     """
+    tensors = named_weights(model)
+
+    def rows(name: str, start: int, stop: int) -> torch.Tensor:
+        return tensors[name][start:stop].detach().contiguous()
+
+    sizes = {name: (t.shape[0], t[:1].numel() * t.element_size()) for name, t in tensors.items()}
+    return bucketed(sizes, rows, most_bytes)
+
+
+def bucketed(
+    sizes: dict[str, tuple[int, int]], rows: Callable[[str, int, int], torch.Tensor], most_bytes: int
+) -> Iterator[dict[str, torch.Tensor]]:
+    """Buckets of tensors of which a few rows are had at a time: `sizes` has their rows and bytes a row by name."""
     bucket: dict[str, torch.Tensor] = {}
     room = most_bytes
-    for name, tensor in named_weights(model).items():
-        tensor = tensor.detach()
-        row = tensor[:1].numel() * tensor.element_size()
+    for name, (length, row) in sizes.items():
         start = 0
-        while start < tensor.shape[0]:
+        while start < length:
             if bucket and room < row:
                 yield bucket
                 bucket, room = {}, most_bytes
-            count = min(tensor.shape[0] - start, max(1, room // max(row, 1)))
-            bucket[f"{name}@{start}"] = tensor[start : start + count].contiguous()
+            count = min(length - start, max(1, room // max(row, 1)))
+            bucket[f"{name}@{start}"] = rows(name, start, start + count)
             room -= count * row
             start += count
     if bucket:

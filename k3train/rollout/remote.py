@@ -10,12 +10,12 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
+import torch
+
 from k3train.errors import UserError
-from k3train.model.model import K3Model
 from k3train.rollout.client import CompletionClient, ServerFailedError, ServerRefusedError, Stream
 from k3train.rollout.engine import Key, Piece, Work
 from k3train.rollout.local import shared_works
-from k3train.rollout.refresh import BUCKET_BYTES, buckets
 
 
 class OpenAIEngine:
@@ -87,23 +87,18 @@ class OpenAIEngine:
         self._retry(lambda: self.client.update_from_disk(str(folder.resolve()), version))
         self.version = version
 
-    def refresh_in_place(self, model: K3Model, version: int, bucket_bytes: int = BUCKET_BYTES) -> int:
-        """Send the weights of a model on one rank in buckets of about `bucket_bytes`; returns how many there were.
+    def send_bucket(self, bucket: dict[str, torch.Tensor], version: int | None) -> None:
+        """Send some rows of the weights (`refresh.buckets`); `version` with the last bucket, None with the others.
 
         Raises:
             UserError: the server refuses, or cannot be reached.
         """
         from safetensors.torch import save
 
-        sent, waiting = 0, None
-        for bucket in buckets(model, bucket_bytes):
-            if waiting is not None:
-                self._retry(lambda content=waiting: self.client.update_bucket(content, None))
-                sent += 1
-            waiting = save(bucket)
-        self._retry(lambda: self.client.update_bucket(waiting, version))
-        self.version = version
-        return sent + 1
+        content = save({name: rows.cpu() for name, rows in bucket.items()})
+        self._retry(lambda: self.client.update_bucket(content, version))
+        if version is not None:
+            self.version = version
 
     def _retry(self, action: Callable[[], None]) -> None:
         for attempt in range(self._retries + 1):

@@ -27,13 +27,14 @@ def _storage_sentence(error: Exception, config: RecipeConfig) -> str | None:
 def run_stage(config: RecipeConfig) -> int:
     """Run the stage that `config.stage.name` names, on the rank described by the environment; returns the exit code."""
     from k3train import platform
+    from k3train.stages.distill import DistillStage
     from k3train.stages.inputs import check_inputs
     from k3train.stages.pretrain import PretrainStage
     from k3train.stages.rl import RLStage
     from k3train.stages.sft import SftStage
     from k3train.train.loop import run_training
 
-    stages = {"pretrain": PretrainStage, "sft": SftStage, "rl": RLStage}
+    stages = {"pretrain": PretrainStage, "sft": SftStage, "rl": RLStage, "distill": DistillStage}
     here = platform.start(config.run.device, config.run.threads_per_rank, config.run.timeout_minutes)
     try:
         check_inputs(config)

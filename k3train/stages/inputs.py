@@ -27,6 +27,10 @@ def check_inputs(config: RecipeConfig) -> None:
         check_rl_inputs(config, tokenizer)
     else:
         _check_texts(config, tokenizer)
+    if config.stage.name == "distill":
+        from k3train.distill.teacher import find_teacher  # which reads torch
+
+        find_teacher(config, tokenizer)
     if config.checkpoint.load is not None:
         check_start(config, tokenizer)
 
@@ -35,7 +39,7 @@ def _check_texts(config: RecipeConfig, tokenizer: Tokenizer) -> None:
     corpora = [*config.data.train, *(config.data.valid if config.train.eval_samples else [])]
     for corpus in corpora:
         check_corpus(corpus.path, tokenizer.vocab_size, tokenizer.sha256, config.train.seq_length)
-    if config.stage.name == "sft":
+    if config.stage.name in ("sft", "distill"):
         make_encoder(config.sft, tokenizer, config.data.tokenizer)
         find_sources(
             [*config.sft.train, *(config.sft.valid if config.train.eval_samples else [])], None, config.sft.split

@@ -15,21 +15,21 @@ from k3train.errors import UserError
 from k3train.model.model import TokenLosses
 from k3train.parallel.first_rank import from_first_rank
 from k3train.rl import report
-from k3train.rl.batches import examples, micro_batches, pack, trainable
+from k3train.rl.batches import examples, micro_batches, pack, trainable, with_signal
 from k3train.rl.chat import ChatFormat
 from k3train.rl.effort import Budgets
 from k3train.rl.objective import distillation_advantages, kl_estimate, policy_terms
 from k3train.rl.rollouts import Rollouts
 from k3train.rl.shared_engine import SharedEngine
-from k3train.rl.sources import fingerprint, make_sources, wanted
+from k3train.rl.sources import fingerprint, held_out, make_sources
 from k3train.rl.teachers import Teachers
 from k3train.rl.trajectory import Group
+from k3train.rl.weights import WeightRefresh
 from k3train.rollout.client import CompletionClient
 from k3train.rollout.engine import Work
 from k3train.rollout.local import LocalEngine
 from k3train.rollout.remote import OpenAIEngine
 from k3train.rollout.sampling import SamplingConfig
-from k3train.rollout.tasks import read_tasks
 from k3train.stages.inputs import fitting_tokenizer
 from k3train.train.stage import Batch
 
@@ -56,12 +56,11 @@ class RLStage:
         self.rollouts = Rollouts(
             self.rl, sources, self.chat, config.train.seed, config.train.seq_length, from_first_rank, self._budget
         )
-        self._held_out = (
-            wanted(read_tasks(self.rl.eval_tasks), self.rl)[: self.rl.eval_limit] if self.rl.eval_tasks else []
-        )
+        self._held_out = held_out(self.rl)
         self._trainer: Any = None
         self._teachers: Teachers | None = None
-        self._groups: list[Group] = []
+        self._groups: list[Group] = []  # that the last step's rollouts gave
+        self._learned: list[Group] = []  # those of them that it trained on
         self._version = 0
         self._rows = 0
 
@@ -75,7 +74,8 @@ class RLStage:
         self._model = trainer.models[0].module
         rollout = self.rl.rollout
         if self.rl.objective.signal == "mopd":
-            self._teachers = Teachers(self.config, self.rollouts, trainer.here.device)
+            self._teachers = Teachers(self.config, self.rollouts, trainer.here)
+            self.rollouts.on_done = self._teachers.begin
         if rollout.engine == "local":
             self.engine: LocalEngine | SharedEngine = LocalEngine(
                 self._model,
@@ -87,6 +87,7 @@ class RLStage:
             )
         else:
             self.engine = SharedEngine(self._connect)
+            self._refresh_weights = WeightRefresh(self.config, trainer)
         self._refreshed: int | None = None
 
     def _connect(self) -> OpenAIEngine:
@@ -119,13 +120,12 @@ class RLStage:
         """Give a server the weights of this version."""
         if self.rl.rollout.engine == "local" or self.rl.rollout.refresh == "none" or self._refreshed == version:
             return
-        from k3train.rl.weights import refresh
-
-        refresh(self.engine, self.config, self._trainer, version)
+        self._refresh_weights(self.engine, version)
         self._refreshed = version
 
     def _batches(self, groups: list[Group], version: int) -> list[Batch]:
         config = self.config
+        groups = self._learned = with_signal(groups, self.rl.objective)
         teacher = None if self._teachers is None else self._teachers.scores(groups)
         made = examples(groups, self.rl.objective, version, teacher)
         rank, ranks = parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
@@ -143,7 +143,8 @@ class RLStage:
         behaviour = torch.where(mask > 0, batch["behaviour"], logprob.detach())
         advantage = batch["advantage"]
         if config.signal == "mopd":
-            advantage = distillation_advantages(batch["teacher"], logprob, config.distill_clip) * mask
+            dense = distillation_advantages(batch["teacher"], logprob, config.distill_clip)
+            advantage = (dense + config.task_reward * batch["advantage"]) * mask
         terms = policy_terms(logprob, behaviour, advantage, config)
         total = (terms.loss * batch["weight"] * mask).sum()
         tokens, fresh = mask.sum(), batch["fresh"]
@@ -162,12 +163,16 @@ class RLStage:
             "rollout_logprob_difference": mean(terms.log_ratio.abs(), fresh),
             "advantage_abs": mean(advantage.abs(), mask),
         }
+        if config.signal == "mopd":
+            difference = logprob.detach() - batch["teacher"]
+            reported["teacher_kl"] = mean(difference, mask)
+            reported["teacher_clipped"] = mean((difference.abs() > config.distill_clip).float(), mask)
         return total, tokens.to(torch.int), reported
 
     def step_metrics(self, seconds: float) -> dict[str, Any]:
         """Rewards, lengths and staleness of the step's samples; what rolling out took; samples for people."""
         rollout = self.rollouts.metrics()
-        trained = sum(s.drawn for _, samples in trainable(self._groups) for s in samples)
+        trained = sum(s.drawn for _, samples in trainable(self._learned) for s in samples)
         learning = max(seconds - rollout["rollout_seconds"], 1e-9)
         interval = self.config.train.eval_interval
         if dist.get_rank() == 0 and (interval == 0 or self._version % interval == 0):
@@ -180,6 +185,7 @@ class RLStage:
             "tokens_per_second": trained / seconds,
             "trainer_tokens_per_second": trained / learning,
             "rollout": rollout,
+            **({} if self._teachers is None else self._teachers.metrics()),
         }
 
     def held_out(self) -> list[Batch] | None:

@@ -28,6 +28,8 @@ class SftStage(PretrainStage):
     the same in whatever row, micro-batch or rank it lies.
     """
 
+    rows_type: type[ChatRows] = ChatRows
+
     def __init__(self, config: RecipeConfig) -> None:
         """Encode the conversations, or find them encoded. Every rank calls this once the process groups stand.
 
@@ -43,7 +45,8 @@ class SftStage(PretrainStage):
 
         def rows(inputs: list[str], name: str, samples: int, batch: int, seed: int) -> ChatRows:
             encoded = encoded_set(inputs, sft, encoder, train.seq_length, cache, name)
-            made = ChatRows(encoded, train.seq_length, batch, sft.batching, seed, samples, tokenizer.pad, multiple)
+            length, kind = train.seq_length, sft.batching
+            made = self.rows_type(encoded, length, batch, kind, seed, samples, tokenizer.pad, multiple)
             self._tell(made, describe_counts(encoded.counts, f"sft.{name}"), samples)
             return made
 

@@ -9,7 +9,7 @@ from k3train.config.explain import as_override
 from k3train.config.load import recipe_from_dict
 from k3train.config.rules import value_at
 from k3train.config.schema import RecipeConfig
-from k3train.data.chat.xtml import STRUCTURE
+from k3train.data.chat.xtml import STRUCTURE, WORDS
 from k3train.data.tokenizer import Tokenizer, load_tokenizer
 from k3train.errors import UserError
 
@@ -74,10 +74,11 @@ def check_start(config: RecipeConfig, tokenizer: Tokenizer) -> None:
 
 
 def _check_tokenizer(config: RecipeConfig, now: Tokenizer, was: Tokenizer) -> None:
-    """Refuse ids that the weights learned as other texts; structural tokens may be new."""
+    """Refuse ids that the weights learned as other texts; tokens of the chat format may be new."""
     if now.sha256 == was.sha256:
         return
     structure = {tokenizer.special_id(name) for tokenizer in (now, was) for name in STRUCTURE}
+    structure |= {ids[0] for word in WORDS if len(ids := now.encode(word)) == 1}
     shared = [i for i in range(min(now.vocab_size, was.vocab_size)) if i not in structure]
     other = [index for index in shared if now.token_bytes(index) != was.token_bytes(index)]
     if other:

@@ -50,6 +50,12 @@ _STEP_NAMES = {
     "rollout_logprob_difference": "rl/rollout_logprob_difference",
     "staleness": "rl/staleness",
     "staleness_max": "rl/staleness_max",
+    "teacher_kl": "distill/teacher_kl",
+    "teacher_clipped": "distill/teacher_clipped",
+    "teacher_seconds": "distill/teacher_seconds",
+    "teacher_tokens": "distill/teacher_tokens",
+    "teacher_loads": "distill/teacher_loads",
+    "cross_entropy": "distill/cross_entropy",
 }
 _EVAL_NAMES = {
     "loss": "loss/heldout",
@@ -57,6 +63,8 @@ _EVAL_NAMES = {
     "bits_per_byte": "loss/heldout_bits_per_byte",
     "eval_time": "throughput/eval_time",
     "accuracy": "rl/heldout_accuracy",
+    "teacher_kl": "distill/heldout_teacher_kl",
+    "cross_entropy": "distill/heldout_cross_entropy",
 }
 
 

@@ -30,7 +30,7 @@ class Engine(Protocol):
     models: list[torch.nn.Module]  # this rank's chunks, each with its K3Model as `module`
     optimizer: Any  # prepare() -> gradient norm, then step() or discard(); zero_grad(), param_groups
     schedule: Any  # step(increment), over the optimizer's parameter groups
-    runner: Any  # forward_backward(batches), evaluate(batches), pipeline_bytes, ready_at
+    runner: Any  # forward_backward(batches), evaluate(batches), close(), pipeline_bytes, ready_at
     rows: list[TableRow]  # which optimizer trains what
     paths: dict[str, str]  # which implementation serves each part
 

@@ -106,6 +106,7 @@ class Trainer:
             self.watchdog.stop()
             self.saver.abandon()  # what an error left half-written; nothing else
             pictures = self.telemetry.finish(status)
+            self.runner.close()
             if status == "finished":
                 startup.tell_end(self.run_dir, self.here, pictures, self.held_out)
 

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from k3train.config.implementation import resolve_transformer_impl
+from k3train.config.implementation import resolve_kernels, resolve_transformer_impl
 from k3train.config.quant import policy_in_force
 from k3train.config.rules_quant import resolve_quant_backend
 from k3train.config.schema import RecipeConfig
@@ -100,7 +100,7 @@ def paths_taken(config: RecipeConfig, here: Platform) -> dict[str, str]:
     implementation = resolve_transformer_impl(config.parallel.transformer_impl, here.kind, config.train.precision)
     paths = {
         "platform": f"{here.kind}+{here.backend}",
-        "kernels": model.kernels,
+        "kernels": resolve_kernels(model.kernels, here.kind),
         "kda": resolve_backend(model.kda_backend(), here.device),
         "transformer_impl": implementation,
         "attention": attention_path(implementation, here.kind, config.train.precision),

@@ -55,6 +55,15 @@ class StepRunner:
             model.zero_grad_buffer()
         return self._run(batches, forward_only=False)
 
+    def close(self) -> None:
+        """The run is over: let go of what Megatron-Core's configuration holds.
+
+        Through it the model reaches this object, its stage and the optimizer, whose flat parameters hold the very
+        autograd nodes that carry the model's hooks. No collector sees such a ring, and with it the model, its
+        process groups and their threads would live as long as the process.
+        """
+        self.config.finalize_model_grads_func = self.config.no_sync_func = None
+
     def _finalize(self, *args: object, **kwargs: object) -> None:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)

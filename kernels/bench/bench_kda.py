@@ -142,7 +142,7 @@ def main() -> None:
     tokens, channels = 1024, args.heads * args.dim
     print(f"\n{header}")
     for documents in (1, 4, 64):
-        steps = {which: conv_step(tokens, channels, device, which, documents) for which in ("shift", "reference")}
+        steps = {which: conv_step(tokens, channels, device, which, documents) for which in ("torch", "reference")}
         for which, taken in fastest(steps, args.rounds).items():
             print_row(f"conv T={tokens} D={channels} x{documents} {which}", taken, tokens)
 

@@ -117,3 +117,4 @@ def _leave(failed: bool) -> None:
     get_cuda_rng_tracker().reset()
     unset_num_microbatches_calculator()
     gc.collect()
+    gc.collect()  # rings through autograd's nodes open in the first pass and are freed in the second

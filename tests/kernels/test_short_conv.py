@@ -49,7 +49,7 @@ def test_shift_agrees_with_conv1d(lengths: tuple[int, ...], taps: int, activatio
     ]
     wanted = run([x.double() for x in leaves], "reference", edges_of(lengths), activation)
     for dtype, tolerance in ((torch.float64, 1e-12), (torch.float32, 1e-5)):
-        found = run([x.to(dtype) for x in leaves], "shift", edges_of(lengths), activation)
+        found = run([x.to(dtype) for x in leaves], "torch", edges_of(lengths), activation)
         torch.testing.assert_close([x.double() for x in found], wanted, rtol=tolerance, atol=tolerance)
 
 
@@ -57,7 +57,7 @@ def test_batch_of_rows() -> None:
     torch.manual_seed(0)
     leaves = [torch.randn(3, 9, 6), torch.randn(6, 4), torch.randn(3, 6, 3)]
     torch.testing.assert_close(
-        run(leaves, "shift", None, "silu"), run(leaves, "reference", None, "silu"), rtol=1e-5, atol=1e-6
+        run(leaves, "torch", None, "silu"), run(leaves, "reference", None, "silu"), rtol=1e-5, atol=1e-6
     )
 
 
@@ -152,7 +152,7 @@ def test_bf16_is_fp32_inside() -> None:
         (((1, 6, 4), (3, 4)), {}, r"x has shape \[1, 6, 4\] and weight \[3, 4\]"),
         (((1, 6, 4), (4, 2, 4)), {}, r"weight \[4, 2, 4\]"),
         (((1, 6, 4), (4, 4)), {"activation": "gelu"}, "activation is 'gelu'; it must be 'silu' or None"),
-        (((1, 6, 4), (4, 4)), {"backend": "cuda"}, "'cuda'; it must be one of auto, shift, reference"),
+        (((1, 6, 4), (4, 4)), {"backend": "cuda"}, "'cuda'; it must be one of auto, torch, triton, reference"),
         (((1, 6, 4), (4, 4)), {"cu_seqlens": torch.tensor([0, 5])}, "end at the sequence length 6"),
         (((2, 6, 4), (4, 4)), {"cu_seqlens": torch.tensor([0, 6])}, "batch of 2"),
         (((1, 6, 4), (4, 4)), {"initial_state": torch.zeros(1, 4, 4)}, r"it must be \[1, 4, 3\]"),

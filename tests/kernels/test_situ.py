@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from k3kernels.situ import situ_glu, situ_glu_reference, swiglu, swiglu_reference
+from k3kernels.situ import fused_glu, situ_glu, situ_glu_reference, swiglu, swiglu_reference
 
 PAIRS = [(situ_glu, situ_glu_reference), (swiglu, swiglu_reference)]
 
@@ -119,3 +119,26 @@ def test_bad_input_is_named(op) -> None:
         op(torch.zeros(2, dtype=torch.int64), torch.zeros(2, dtype=torch.int64))
     with pytest.raises(ValueError, match="linear_beta is 0"):
         situ_glu(torch.zeros(2), torch.zeros(2), linear_beta=0)
+
+
+@pytest.mark.parametrize("op", [situ_glu, swiglu])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_halves_and_weights_in_one_call_are_the_steps_by_themselves(op, dtype) -> None:
+    fused, weights = _inputs(5, 14, dtype=dtype)[0], torch.rand(5, requires_grad=True)
+    gate, up = fused.chunk(2, dim=-1)
+    wanted = (op(gate, up).float() * weights.unsqueeze(-1)).to(dtype)
+    found = fused_glu(fused, weights, activation="situ" if op is situ_glu else "swiglu")
+    assert torch.equal(found, wanted)
+    grad_out = torch.linspace(-1, 1, wanted.numel()).view(wanted.shape).to(dtype)
+    gradients = [torch.autograd.grad(out, [fused, weights], grad_out) for out in (found, wanted)]
+    assert all(torch.equal(x, y) for x, y in zip(*gradients))
+    assert torch.equal(fused_glu(fused, activation="situ"), situ_glu(gate, up))
+
+
+def test_fused_glu_refuses() -> None:
+    with pytest.raises(ValueError, match=r"\(2, 3\); its last dim must hold gate and up"):
+        fused_glu(torch.zeros(2, 3))
+    with pytest.raises(ValueError, match=r"weights have shape \(3,\); they must be \(2,\)"):
+        fused_glu(torch.zeros(2, 4), torch.zeros(3))
+    with pytest.raises(ValueError, match="'relu'; it must be one of situ, swiglu"):
+        fused_glu(torch.zeros(2, 4), activation="relu")

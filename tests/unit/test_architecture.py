@@ -27,6 +27,7 @@ LEVELS = {
     "stages": 5,
     "rollout": 5,
     "rl": 5,
+    "distill": 5,
     "plan": 5,
     "train": 4,
     "engine": 3,

@@ -11,7 +11,7 @@ from k3train.data.chat.messages import ToolCall, conversation_of
 from k3train.data.chat.parse import parse_completion
 from k3train.data.chat.sources import read_conversations
 from k3train.data.chat.tokens import ChatEncoder, save_chat_tokenizer, with_chat_tokens
-from k3train.data.chat.xtml import END, STRUCTURE, K3Template
+from k3train.data.chat.xtml import END, STRUCTURE, WORDS, K3Template
 from k3train.data.tokenizer import Tokenizer, load_tokenizer, train_tokenizer
 from k3train.errors import UserError
 
@@ -103,6 +103,22 @@ def test_chat_tokens_take_reserved_names_first_or_grow(plain: Tokenizer) -> None
     mixed = with_chat_tokens(reserved)
     assert sorted(mixed.special_id(name) for name in STRUCTURE) == [299, 300, 301, 302]
     assert mixed.special_id("<|reserved_token_0|>") is None
+
+
+def test_words_of_the_format_become_one_token_each_and_stay_text(plain: Tokenizer) -> None:
+    """Every text still comes back whole, all other ids keep their texts, and other words are not cut by them."""
+    chat, words = with_chat_tokens(plain), with_chat_tokens(plain, words=True)
+    assert words.vocab_size == plain.vocab_size
+    new = {words.encode(word)[0] for word in WORDS}
+    assert [len(words.encode(word)) for word in WORDS] == [1] * len(WORDS)
+    assert not new & words.special_ids
+    changed = {i for i in range(plain.vocab_size) if words.token_bytes(i) != chat.token_bytes(i)}
+    assert changed <= new
+    for text in [TEXT, "thinking rethink systematic", *WORDS, WORDS[0] + "low`."]:
+        assert words.decode(words.encode(text)) == text
+    assert not new & set(words.encode("thinking rethink systematic"))
+    short, long = (len(ChatEncoder(t, K3Template()).encode(conversation_of(ROW, "row")).ids) for t in (words, chat))
+    assert short < long
 
 
 def test_a_tokenizer_without_structure_is_refused_with_the_cure(plain: Tokenizer) -> None:

@@ -322,3 +322,24 @@ def test_packed_rows() -> None:
     assert shares[0][0]["tokens"].tolist() == together["tokens"][:1].tolist()
     with pytest.raises(ValueError, match="does not fit"):
         pack(made, 4, 1, 0)
+
+
+def test_groups_without_signal_are_left_out_where_asked() -> None:
+    """The policy gradient that remains is the same, because theirs is 0; failed samples do not make a difference."""
+    from k3train.rl.batches import examples, with_signal
+    from k3train.rl.trajectory import Group, Trajectory
+
+    def group(uid: int, *rewards: float | None) -> Group:
+        samples = [
+            Trajectory([21], [-0.5], [5], finish="failed" if r is None else "stop", reward=r) for r in rewards
+        ]
+        return Group(uid, 0, 0, [7, 8], 5, samples)
+
+    groups = [group(0, 1.0, 1.0), group(1, 0.0, 1.0, None), group(2, 0.0, 0.0, None)]
+    asked = ObjectiveConfig(skip_uniform=True)
+    assert [g.uid for g in with_signal(groups, asked)] == [1]
+    assert [g.uid for g in with_signal(groups, ObjectiveConfig())] == [0, 1, 2]
+    assert [g.uid for g in with_signal([groups[0], groups[2]], asked)] == [0, 2]  # a step needs something
+    left = [e["advantage"].sum() for e in examples(with_signal(groups, asked), asked, 5)]
+    everything = [e["advantage"].sum() for e in examples(groups, asked, 5)]
+    assert sorted(map(float, left)) == sorted(float(a) for a in everything if a != 0) == [-0.5, 0.5]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
 import re
@@ -23,8 +24,8 @@ def solve(family: str, question: str) -> list[str]:
     words = question.split()
     table = dict(re.findall(r"\| (\w+) \| (\d) \|", question))
     if family == "add":
-        left, right = question.removeprefix("add ").split(" and ")
-        return list(str(int(left.replace(" ", "")) + int(right.replace(" ", ""))))
+        terms = question.removeprefix("add ").split(" and ")
+        return list(str(sum(int(term.replace(" ", "")) for term in terms)))
     if family == "reverse":
         return words[:0:-1]
     if family == "pick":
@@ -51,7 +52,7 @@ def test_answers_are_right_and_efforts_differ_in_length(family: str, level: int)
 
 def test_worked_steps_are_arithmetic_that_holds() -> None:
     rng = random.Random(2)
-    for family, level in (("add", 1), ("add", 2), ("total", 1), ("total", 2)):
+    for family, level in itertools.product(("add", "total"), LEVELS):
         for _ in range(80):
             reasoning = draw_problem(family, False, rng, level).reasoning("max")
             for left, right in re.findall(r"([\d +]+) = ([\d ]+)", reasoning):
@@ -70,6 +71,17 @@ def test_splits_never_meet_whatever_the_seed() -> None:
     assert len(held_out) > 200
     assert len(training) > 800
     assert not held_out & training
+
+
+def test_the_smallest_level_holds_out_enough_and_keeps_apart() -> None:
+    held_out = {(row["family"], row["messages"][0]["content"]) for row in draw_tasks(180, True, seed=0, level=0)}
+    training = draw_sessions(600, 5, seed=0, level=0)
+    asked = {m["content"] for row in training for m in row["messages"] if m["role"] == "user"}
+    assert not {question for _, question in held_out} & asked
+    assert len(held_out) >= 90
+    for family in FAMILIES:  # a family with a handful of questions would measure luck
+        assert sum(name == family for name, _ in held_out) >= 15, family
+    assert all(0 <= int(row["answer"]) < 10 for row in draw_tasks(90, False, 0, ("add", "total"), 0))
 
 
 def test_the_tool_writes_the_same_files_for_the_same_seed(tmp_path: Path) -> None:

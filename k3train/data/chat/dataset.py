@@ -40,7 +40,7 @@ class ChatRows(torch.utils.data.Dataset):
         pad_token: int,
         multiple: int = 1,
     ) -> None:
-        self._encoded, self._seq_length, self._batch, self._batching = encoded, seq_length, batch, batching
+        self.encoded, self._seq_length, self._batch, self._batching = encoded, seq_length, batch, batching
         self._seed, self._num_samples, self._pad, self._multiple = seed, num_samples, pad_token, multiple
         lengths = encoded.lengths()
         if batching == "packed":
@@ -53,7 +53,7 @@ class ChatRows(torch.utils.data.Dataset):
     @property
     def fingerprint(self) -> str:
         """Of the content and the order of the rows."""
-        of = [self._encoded.fingerprint, self._seq_length, self._batch, self._batching, self._seed]
+        of = [self.encoded.fingerprint, self._seq_length, self._batch, self._batching, self._seed]
         return hashlib.sha256(repr(of).encode()).hexdigest()
 
     @property
@@ -98,11 +98,11 @@ class ChatRows(torch.utils.data.Dataset):
         documents = np.full(length, len(items), dtype=np.int32)
         at = 0
         for number, item in enumerate(items):
-            start, stop = self._encoded.offsets[item], self._encoded.offsets[item + 1]
+            start, stop = self.encoded.offsets[item], self.encoded.offsets[item + 1]
             here = slice(at, at + stop - start - 1)
-            tokens[here] = self._encoded.tokens[start : stop - 1]
-            labels[here] = self._encoded.tokens[start + 1 : stop]
-            mask[here] = self._encoded.trained[start + 1 : stop]
+            tokens[here] = self.encoded.tokens[start : stop - 1]
+            labels[here] = self.encoded.tokens[start + 1 : stop]
+            mask[here] = self.encoded.trained[start + 1 : stop]
             documents[here], padding[here] = number, False
             at = here.stop
         arrays = {"tokens": tokens, "labels": labels, "loss_mask": mask, "document_ids": documents, "padding": padding}

@@ -13,7 +13,7 @@ import numpy as np
 
 from k3train.data.chat.messages import Conversation
 from k3train.data.chat.segments import Template
-from k3train.data.chat.xtml import END, STRUCTURE
+from k3train.data.chat.xtml import END, STRUCTURE, WORDS
 from k3train.data.tokenizer import Tokenizer
 from k3train.errors import UserError
 
@@ -71,12 +71,14 @@ class ChatEncoder:
         return self._short(text) if len(text) <= _SHORT else self.tokenizer.encode(text)
 
 
-def with_chat_tokens(tokenizer: Tokenizer, grow: bool = False, wanted: tuple[str, ...] = STRUCTURE) -> Tokenizer:
-    """A tokenizer with K3's structural tokens, and otherwise the same ids.
+def with_chat_tokens(
+    tokenizer: Tokenizer, grow: bool = False, wanted: tuple[str, ...] = STRUCTURE, words: bool = False
+) -> Tokenizer:
+    """A tokenizer with K3's structural tokens, with `words` also those of the format's words; all other ids stay.
 
     They take the place of reserved special tokens where there are any, else of the merges learned last, whose texts are
     then written with two tokens each: the vocabulary keeps its size, and weights trained with the old tokenizer keep
-    their meaning. With `grow`, they get new ids behind the old ones instead.
+    their meaning. With `grow`, they get new ids behind the old ones instead. Words stay text, which any text may spell.
 
     Raises:
         UserError: a text token already bears such a name, or there is nothing to replace.
@@ -90,7 +92,8 @@ def with_chat_tokens(tokenizer: Tokenizer, grow: bool = False, wanted: tuple[str
     if model.get("type") != "BPE":
         raise UserError(f"The tokenizer is a {model.get('type')}; structural tokens can be added to BPE only.")
     reserved = [] if grow else [a for a in added if a["special"] and _RESERVED.fullmatch(a["content"])]
-    for name in missing:
+    plain = [word for word in (WORDS if words else ()) if len(tokenizer.encode(word)) > 1]
+    for name in [*missing, *plain]:
         if reserved:
             entry = reserved.pop(0)
             if entry["content"] in model["vocab"]:
@@ -100,8 +103,9 @@ def with_chat_tokens(tokenizer: Tokenizer, grow: bool = False, wanted: tuple[str
         else:
             index = max([*model["vocab"].values(), *(a["id"] for a in added)]) + 1 if grow else _drop_last_merge(model)
         model["vocab"][name] = index  # an added token takes the id that the model has for it
-        flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
-        added.append({"id": index, "content": name, **flags, "special": True})
+        flags = dict.fromkeys(("lstrip", "rstrip", "normalized"), False)
+        flags["single_word"] = name in plain and name.strip().isalpha()  # "think" is no token of "thinking"
+        added.append({"id": index, "content": name, **flags, "special": name not in plain})
     added.sort(key=lambda entry: entry["id"])
     return Tokenizer(spec, roles, "the tokenizer with chat tokens")
 

@@ -21,6 +21,9 @@ _EFFORT = (
     "supported values include `low`, `medium`, `high`, and `max`.\n"
     "Now the system is invoked with `thinking_effort={}`."
 )
+# What the format writes in every conversation. Small vocabularies cut it into many tokens, of which a turn then mostly
+# consists; `with_chat_tokens(words=True)` gives each of these one.
+WORDS = (_EFFORT.partition("{}")[0], "thinking-effort", "assistant", "response", "system", "think", " role", " type")
 _TOOLS = "# Tools\nHere are the available tools, described in JSONSchema.\n\n```json\n{}\n```"
 _MORE_TOOLS = (
     "## New Tools Available\nThe system dynamically extends the toolset via lazy-loading.\n"

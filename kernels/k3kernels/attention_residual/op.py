@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
 
 from k3kernels.attention_residual.reference import mix_reference
-from k3kernels.backend import check_backend
+from k3kernels.backend import resolve_backend
 
 
 def _rows(source: Tensor, dtype: torch.dtype) -> Tensor:
@@ -97,6 +97,29 @@ class _Mix(torch.autograd.Function):
         return grad_sources, grad_folded
 
 
+class _TritonMix(torch.autograd.Function):
+    """The Triton kernels. Keeps nothing but its inputs; the backward makes the logits again."""
+
+    @staticmethod
+    def forward(ctx: FunctionCtx, query: Tensor, norm_weight: Tensor, eps: float, *sources: Tensor) -> Tensor:
+        from k3kernels.attention_residual.triton_kernel import mix_forward
+
+        ctx.save_for_backward(query, norm_weight, *sources)
+        ctx.eps = eps
+        return mix_forward(sources, query, norm_weight, eps)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: FunctionCtx, grad_out: Tensor) -> tuple[Tensor | None, ...]:
+        from k3kernels.attention_residual.triton_kernel import mix_backward
+
+        query, norm_weight, *sources = ctx.saved_tensors
+        grads, grad_folded = mix_backward(sources, query, norm_weight, ctx.eps, grad_out)
+        grad_query = (grad_folded * norm_weight.float()).to(query.dtype)
+        grad_norm_weight = (grad_folded * query.float()).to(norm_weight.dtype)
+        return grad_query, grad_norm_weight, None, *grads
+
+
 def mix(
     sources: Sequence[Tensor], query: Tensor, norm_weight: Tensor, eps: float = 1e-5, *, backend: str = "auto"
 ) -> Tensor:
@@ -113,18 +136,19 @@ def mix(
         query: [h], the sublayer's pseudo-query; zero gives the plain mean.
         norm_weight: [h], the weight of the key's RMS norm.
         eps: added to the mean square of a source.
-        backend: "auto", or "reference" for ``mix_reference``.
+        backend: "torch", "triton", "reference" for ``mix_reference``, or "auto" (see ``resolve_backend``).
 
     Returns:
         [..., h]. A single source is returned as it is; ``query`` and ``norm_weight`` then get no gradient.
 
     Raises:
-        ValueError: no sources, sources that differ, vectors whose length isn't h, or unknown backend.
+        ValueError: no sources, sources that differ, vectors whose length isn't h, or a backend that is
+            unknown or can't run.
     """
-    check_backend("mix", backend)
     if not sources:
         raise ValueError("mix got no sources; it needs at least one, the embedding's output.")
     first = sources[0]
+    chosen = resolve_backend("mix", backend, first.device, first.dtype)
     for i, source in enumerate(sources[1:], start=1):
         if (source.shape, source.dtype, source.device) != (first.shape, first.dtype, first.device):
             raise ValueError(
@@ -138,6 +162,8 @@ def mix(
         )
     if len(sources) == 1:
         return first
-    if backend == "reference":
+    if chosen == "reference":
         return mix_reference(sources, query, norm_weight, eps)
+    if chosen == "triton":
+        return _TritonMix.apply(query, norm_weight, eps, *sources)
     return _Mix.apply(query, norm_weight, eps, *sources)

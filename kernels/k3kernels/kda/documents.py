@@ -18,6 +18,23 @@ def document_bounds(cu_seqlens: Tensor | None, batch: int, seq_length: int) -> l
     """
     if cu_seqlens is None:
         return [(row * seq_length, (row + 1) * seq_length) for row in range(batch)]
+    check_documents(cu_seqlens, batch)
+    edges = cu_seqlens.tolist()
+    increasing = all(a <= b for a, b in itertools.pairwise(edges))
+    if len(edges) < 2 or edges[0] != 0 or edges[-1] != seq_length or not increasing:
+        raise ValueError(
+            f"cu_seqlens is {edges if len(edges) <= 8 else [*edges[:4], '...', *edges[-3:]]}; "
+            f"it must start at 0, never decrease, and end at the sequence length {seq_length}."
+        )
+    return list(itertools.pairwise(edges))
+
+
+def check_documents(cu_seqlens: Tensor, batch: int) -> None:
+    """What can be said of ``cu_seqlens`` without waiting for its device.
+
+    Raises:
+        ValueError: it is not one vector of integers, or comes with B > 1.
+    """
     if batch != 1:
         raise ValueError(
             f"cu_seqlens was given with a batch of {batch}; packed documents need batch size 1: "
@@ -28,14 +45,6 @@ def document_bounds(cu_seqlens: Tensor | None, batch: int, seq_length: int) -> l
             f"cu_seqlens has shape {tuple(cu_seqlens.shape)} and dtype {cu_seqlens.dtype}; "
             "it must be one vector of integers, the document starts followed by the sequence length."
         )
-    edges = cu_seqlens.tolist()
-    increasing = all(a <= b for a, b in itertools.pairwise(edges))
-    if len(edges) < 2 or edges[0] != 0 or edges[-1] != seq_length or not increasing:
-        raise ValueError(
-            f"cu_seqlens is {edges if len(edges) <= 8 else [*edges[:4], '...', *edges[-3:]]}; "
-            f"it must start at 0, never decrease, and end at the sequence length {seq_length}."
-        )
-    return list(itertools.pairwise(edges))
 
 
 @dataclass(frozen=True)

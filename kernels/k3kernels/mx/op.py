@@ -1,10 +1,9 @@
 """The Microscaling codec: checks its input, and leaves the work to PyTorch or to Triton."""
 
-import importlib.util
-
 import torch
 from torch import Tensor
 
+from k3kernels import backend as backends
 from k3kernels.mx.formats import BLOCK, E2M1, ELEMENTS, RULES, Element
 from k3kernels.mx.reference import dequantize_reference, quantize_dequantize_reference, quantize_reference
 
@@ -16,13 +15,9 @@ def resolve_backend(backend: str, device: torch.device) -> str:
     """`backend`, with "auto" decided: Triton on CUDA where it is installed, else PyTorch.
 
     Raises:
-        ValueError: unknown backend.
+        ValueError: unknown backend, or Triton where it can't run.
     """
-    if backend not in BACKENDS:
-        raise ValueError(f"The mx backend is {backend!r}; it must be one of {', '.join(BACKENDS)}.")
-    if backend == "auto":
-        return "triton" if device.type == "cuda" and importlib.util.find_spec("triton") else "torch"
-    return backend
+    return backends.resolve_backend("mx", backend, device, backends=BACKENDS)
 
 
 def _element(name: str) -> Element:

@@ -9,7 +9,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from k3kernels.mx.formats import BLOCK, E2M1, Element
+from k3kernels.compiled import Form
+from k3kernels.mx.formats import BLOCK, E2M1, E4M3, Element
 
 GROUPS = 32  # blocks a program: 4 values a thread
 NUM_WARPS = 8
@@ -255,3 +256,31 @@ def dequantize_triton(codes: Tensor, scales: Tensor, element: Element, dtype: to
             num_warps=NUM_WARPS,
         )
     return out
+
+
+def forms() -> list[Form]:
+    """MXFP8 of experts' inputs and MXFP4 of their weights, in bf16; rounding from noise, which holds more registers."""
+    types = {
+        **dict.fromkeys(("values", "out"), "*bf16"),
+        **dict.fromkeys(("codes", "scales"), "*u8"),
+        **dict.fromkeys(("num_groups", "groups_a_row", "columns"), "i32"),
+        "noise": "*fp32",
+    }
+    chosen = (
+        (quantize_dequantize_kernel, E4M3),
+        (quantize_kernel, E2M1),
+        (quantize_kernel, E4M3),
+        (dequantize_kernel, E2M1),
+    )
+    found = []
+    for kernel, element in chosen:
+        constants = {
+            **element_constants(element, "round_up"),
+            "STOCHASTIC": True,
+            "BITS": element.bits,
+            "GROUPS": GROUPS,
+        }
+        constants = {name: value for name, value in constants.items() if name in kernel.arg_names}
+        name = f"mx {kernel.__name__.removesuffix('_kernel')}, {element.name}"
+        found.append(Form(name, kernel, types, constants, NUM_WARPS, 128))
+    return found

@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from k3kernels import backend as backends
 from k3kernels.quantile_balancing.histogram import histogram_bounds, required_bias_histogram
 from k3kernels.quantile_balancing.selection import topk_with_cutoff
 from k3kernels.quantile_balancing.spacing import SPACINGS
@@ -14,13 +15,9 @@ def resolve_backend(backend: str, device: torch.device) -> str:
     """``torch`` or ``triton`` for ``auto``: the kernel on CUDA devices.
 
     Raises:
-        ValueError: an unknown name.
+        ValueError: an unknown name, or Triton where it can't run.
     """
-    if backend not in BACKENDS:
-        raise ValueError(f"backend is {backend!r}; allowed are {', '.join(BACKENDS)}.")
-    if backend == "auto":
-        return "triton" if device.type == "cuda" else "torch"
-    return backend
+    return backends.resolve_backend("quantile_balancing", backend, device, backends=BACKENDS)
 
 
 @torch.no_grad()

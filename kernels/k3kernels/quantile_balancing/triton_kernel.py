@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from k3kernels.compiled import Form
 from k3kernels.quantile_balancing.histogram import histogram_bounds
 from k3kernels.quantile_balancing.spacing import log_bins
 
@@ -129,3 +130,26 @@ def select_and_count_triton(
         num_warps=NUM_WARPS,
     )
     return indices, cutoff
+
+
+def forms() -> list[Form]:
+    """K3's 896 experts, counted in even and in logarithmic bins, with padding."""
+    types = {
+        **dict.fromkeys(("scores", "bias", "low", "bins_per_unit", "cutoff"), "*fp32"),
+        **dict.fromkeys(("base", "counts"), "*i32"),
+        **dict.fromkeys(("num_experts", "num_bins", "half", "shift", "k"), "i32"),
+        "padding": "*u8",
+        "indices": "*i64",
+    }
+    constants = {"BLOCK": 1024, "COUNT": True, "PADDED": True}
+    return [
+        Form(
+            f"select_and_count, {'log' if log else 'even'} bins",
+            select_and_count_kernel,
+            types,
+            {**constants, "LOG": log},
+            NUM_WARPS,
+            most_shared=4096,
+        )
+        for log in (False, True)
+    ]

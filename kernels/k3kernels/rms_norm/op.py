@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
 
-from k3kernels.backend import check_backend
+from k3kernels.backend import resolve_backend
 from k3kernels.rms_norm.reference import gated_rms_norm_reference, rms_norm_reference
 
 
@@ -91,6 +91,27 @@ class _GatedRmsNorm(torch.autograd.Function):
         return grad_x, grad_gate, grad_weight, None
 
 
+class _TritonRmsNorm(torch.autograd.Function):
+    """The Triton kernels, gated where there is a gate."""
+
+    @staticmethod
+    def forward(ctx: FunctionCtx, x: Tensor, gate: Tensor | None, weight: Tensor, eps: float) -> Tensor:
+        from k3kernels.rms_norm.triton_kernel import norm_forward
+
+        out, rstd = norm_forward(x, gate, weight, eps)
+        ctx.save_for_backward(x, gate, weight, rstd)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: FunctionCtx, grad_out: Tensor) -> tuple[Tensor | None, ...]:
+        from k3kernels.rms_norm.triton_kernel import norm_backward
+
+        x, gate, weight, rstd = ctx.saved_tensors
+        grad_x, grad_gate, grad_weight = norm_backward(x, gate, weight, rstd, grad_out)
+        return grad_x, grad_gate, grad_weight.to(weight.dtype), None
+
+
 def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-5, *, backend: str = "auto") -> Tensor:
     """``x / sqrt(mean(x^2) + eps) * weight`` over the last dim.
 
@@ -102,15 +123,18 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-5, *, backend: str = "au
         x: [..., h], any memory layout, floating point.
         weight: [h].
         eps: added to the mean square.
-        backend: "auto", or "reference" for ``rms_norm_reference``.
+        backend: "torch", "triton", "reference" for ``rms_norm_reference``, or "auto" (see ``resolve_backend``).
 
     Raises:
-        ValueError: ``weight`` doesn't match the last dim of ``x``, ``eps`` is not positive, or unknown backend.
+        ValueError: ``weight`` doesn't match the last dim of ``x``, ``eps`` is not positive, or a backend that is
+            unknown or can't run.
     """
     _check(x, weight, eps)
-    check_backend("rms_norm", backend)
-    if backend == "reference":
+    chosen = resolve_backend("rms_norm", backend, x.device, x.dtype)
+    if chosen == "reference":
         return rms_norm_reference(x, weight, eps)
+    if chosen == "triton":
+        return _TritonRmsNorm.apply(x, None, weight, eps)
     return _RmsNorm.apply(x, weight, eps)
 
 
@@ -127,15 +151,18 @@ def gated_rms_norm(
         gate: same shape as ``x``, before the sigmoid.
         weight: [v], shared by the heads.
         eps: added to the mean square.
-        backend: "auto", or "reference" for ``gated_rms_norm_reference``.
+        backend: as in :func:`rms_norm`; "reference" is ``gated_rms_norm_reference``.
 
     Raises:
-        ValueError: shapes don't match, ``eps`` is not positive, or unknown backend.
+        ValueError: shapes don't match, ``eps`` is not positive, or a backend that is
+            unknown or can't run.
     """
     _check(x, weight, eps)
-    check_backend("gated_rms_norm", backend)
+    chosen = resolve_backend("gated_rms_norm", backend, x.device, x.dtype)
     if gate.shape != x.shape:
         raise ValueError(f"gate has shape {tuple(gate.shape)} and x {tuple(x.shape)}; they must be equal.")
-    if backend == "reference":
+    if chosen == "reference":
         return gated_rms_norm_reference(x, gate, weight, eps)
+    if chosen == "triton":
+        return _TritonRmsNorm.apply(x, gate, weight, eps)
     return _GatedRmsNorm.apply(x, gate, weight, eps)

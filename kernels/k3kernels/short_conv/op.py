@@ -7,11 +7,11 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
 
-from k3kernels.kda.documents import document_bounds
+from k3kernels.backend import resolve_backend
+from k3kernels.kda.documents import check_documents, document_bounds
 from k3kernels.short_conv.reference import short_conv_reference
 
 ACTIVATIONS = ("silu", None)
-BACKENDS = ("auto", "shift", "reference")
 
 
 # Every layer of a model asks for the same rows, so a few are kept.
@@ -131,19 +131,19 @@ def short_conv(
         initial_state: [N, D, W - 1], the inputs before the first token; zeros if None.
         output_final_state: also return the last W - 1 inputs of every document.
         activation: "silu" or None.
-        backend: "shift" (multiply-adds of shifted inputs), "reference" (one ``conv1d`` a document), or
-            "auto", which is "shift".
+        backend: "torch" (multiply-adds of shifted inputs), "triton" (which does not wait for the device, and so
+            doesn't check the values of a ``cu_seqlens`` there), "reference" (one ``conv1d`` a document), or "auto"
+            (see ``resolve_backend``).
 
     Returns:
         y [B, T, D] in ``x.dtype``, and the final state [N, D, W - 1] in ``x.dtype``, or None.
 
     Raises:
-        ValueError: shapes or ``cu_seqlens`` don't fit, or unknown activation or backend.
+        ValueError: shapes or ``cu_seqlens`` don't fit, unknown activation, or a backend that is unknown or can't run.
     """
+    chosen = resolve_backend("short_conv", backend, x.device, x.dtype)
     if activation not in ACTIVATIONS:
         raise ValueError(f"activation is {activation!r}; it must be 'silu' or None.")
-    if backend not in BACKENDS:
-        raise ValueError(f"The short_conv backend is {backend!r}; it must be one of {', '.join(BACKENDS)}.")
     if weight.dim() == 3 and weight.shape[1] == 1:
         weight = weight.squeeze(1)
     if x.dim() != 3 or weight.dim() != 2 or weight.shape[0] != x.shape[-1] or weight.shape[1] < 1:
@@ -151,15 +151,24 @@ def short_conv(
             f"x has shape {list(x.shape)} and weight {list(weight.shape)}; they must be "
             "[batch, sequence, channels] and [channels, taps] with the same number of channels."
         )
-    bounds = tuple(document_bounds(cu_seqlens, x.shape[0], x.shape[1]))
-    state_shape = (len(bounds), x.shape[2], weight.shape[1] - 1)
+    if chosen == "triton" and cu_seqlens is not None and cu_seqlens.is_cuda:
+        check_documents(cu_seqlens, x.shape[0])
+        bounds, documents = (), len(cu_seqlens) - 1
+    else:
+        bounds = tuple(document_bounds(cu_seqlens, x.shape[0], x.shape[1]))
+        documents = len(bounds)
+    state_shape = (documents, x.shape[2], weight.shape[1] - 1)
     if initial_state is not None and initial_state.shape != torch.Size(state_shape):
         raise ValueError(
             f"initial_state has shape {list(initial_state.shape)}; it must be {list(state_shape)} "
             "([documents, channels, taps - 1])."
         )
-    if backend == "reference":
+    if chosen == "reference":
         y, final_state = short_conv_reference(x, weight, cu_seqlens, initial_state, activation)
+    elif chosen == "triton":
+        from k3kernels.short_conv.by_triton import short_conv_triton
+
+        return short_conv_triton(x, weight, cu_seqlens, initial_state, output_final_state, activation == "silu")
     else:
         flat = x.reshape(-1, x.shape[2])
         y, final_state = _ShortConv.apply(flat, weight, initial_state, bounds, activation == "silu")

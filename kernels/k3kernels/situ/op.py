@@ -4,8 +4,10 @@ import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
 
-from k3kernels.backend import check_backend
+from k3kernels.backend import resolve_backend
 from k3kernels.situ.reference import situ_glu_reference, swiglu_reference
+
+ACTIVATIONS = ("situ", "swiglu")
 
 
 def _check(gate: Tensor, up: Tensor) -> None:
@@ -16,6 +18,11 @@ def _check(gate: Tensor, up: Tensor) -> None:
         )
     if not gate.is_floating_point():
         raise ValueError(f"gate and up are {gate.dtype}; allowed are floating-point dtypes: cast them first.")
+
+
+def _check_caps(beta: float, linear_beta: float) -> None:
+    if beta <= 0 or linear_beta <= 0:
+        raise ValueError(f"beta is {beta} and linear_beta is {linear_beta}; both caps must be positive.")
 
 
 def _in_compute_dtype(*tensors: Tensor) -> list[Tensor]:
@@ -79,6 +86,52 @@ class _SwiGlu(torch.autograd.Function):
         return grad_gate, grad_up
 
 
+class _TritonGlu(torch.autograd.Function):
+    """The Triton kernels, over gate and up as they lie."""
+
+    @staticmethod
+    def forward(
+        ctx: FunctionCtx, gate: Tensor, up: Tensor, situ: bool, beta: float, linear_beta: float
+    ) -> Tensor:
+        from k3kernels.situ.triton_kernel import glu_forward
+
+        ctx.save_for_backward(gate, up)
+        ctx.settings = (situ, beta, linear_beta)
+        return glu_forward(gate, up, None, *ctx.settings)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: FunctionCtx, grad_out: Tensor) -> tuple[Tensor | None, ...]:
+        from k3kernels.situ.triton_kernel import glu_backward
+
+        grad, _ = glu_backward(*ctx.saved_tensors, None, grad_out, *ctx.settings)
+        wanted = ctx.needs_input_grad[:2]
+        return *(half if needed else None for half, needed in zip(grad.chunk(2, dim=-1), wanted)), None, None, None
+
+
+class _TritonFusedGlu(torch.autograd.Function):
+    """The Triton kernels, from one projection's output to the weighted activation; one gradient tensor back."""
+
+    @staticmethod
+    def forward(
+        ctx: FunctionCtx, fused: Tensor, weights: Tensor | None, situ: bool, beta: float, linear_beta: float
+    ) -> Tensor:
+        from k3kernels.situ.triton_kernel import glu_forward
+
+        ctx.save_for_backward(fused, weights)
+        ctx.settings = (situ, beta, linear_beta)
+        return glu_forward(*fused.chunk(2, dim=-1), weights, *ctx.settings)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: FunctionCtx, grad_out: Tensor) -> tuple[Tensor | None, ...]:
+        from k3kernels.situ.triton_kernel import glu_backward
+
+        fused, weights = ctx.saved_tensors
+        grad, grad_weights = glu_backward(*fused.chunk(2, dim=-1), weights, grad_out, *ctx.settings)
+        return grad, grad_weights, None, None, None
+
+
 def situ_glu(
     gate: Tensor, up: Tensor, beta: float = 4.0, linear_beta: float = 25.0, *, backend: str = "auto"
 ) -> Tensor:
@@ -93,17 +146,18 @@ def situ_glu(
         up: same shape and dtype as ``gate``.
         beta: cap of the gate branch, positive.
         linear_beta: cap of the linear branch, positive.
-        backend: "auto", or "reference" for ``situ_glu_reference``.
+        backend: "torch", "triton", "reference" for ``situ_glu_reference``, or "auto" (see ``resolve_backend``).
 
     Raises:
-        ValueError: shapes or dtypes differ, a cap is not positive, or unknown backend.
+        ValueError: shapes or dtypes differ, a cap is not positive, or a backend that is unknown or can't run.
     """
     _check(gate, up)
-    check_backend("situ_glu", backend)
-    if beta <= 0 or linear_beta <= 0:
-        raise ValueError(f"beta is {beta} and linear_beta is {linear_beta}; both caps must be positive.")
-    if backend == "reference":
+    chosen = resolve_backend("situ_glu", backend, gate.device, gate.dtype)
+    _check_caps(beta, linear_beta)
+    if chosen == "reference":
         return situ_glu_reference(gate, up, beta, linear_beta)
+    if chosen == "triton":
+        return _TritonGlu.apply(gate, up, True, beta, linear_beta)
     return _SituGlu.apply(gate, up, beta, linear_beta)
 
 
@@ -113,7 +167,57 @@ def swiglu(gate: Tensor, up: Tensor, *, backend: str = "auto") -> Tensor:
     Same shapes, dtypes, memory, backends and errors as :func:`situ_glu`.
     """
     _check(gate, up)
-    check_backend("swiglu", backend)
-    if backend == "reference":
+    chosen = resolve_backend("swiglu", backend, gate.device, gate.dtype)
+    if chosen == "reference":
         return swiglu_reference(gate, up)
+    if chosen == "triton":
+        return _TritonGlu.apply(gate, up, False, 1.0, 1.0)
     return _SwiGlu.apply(gate, up)
+
+
+def fused_glu(
+    fused: Tensor,
+    weights: Tensor | None = None,
+    *,
+    activation: str = "situ",
+    beta: float = 4.0,
+    linear_beta: float = 25.0,
+    backend: str = "auto",
+) -> Tensor:
+    """The activation of a projection's two halves, gate first, and each row times its router weight.
+
+    In Triton one pass, rounded once; the gradient of both halves comes back as one tensor. In PyTorch the activation
+    is rounded to the dtype of ``fused`` before the weight meets it in fp32.
+
+    Args:
+        fused: [..., 2f], floating point.
+        weights: [...], or None for no weights.
+        activation: "situ" (:func:`situ_glu`, with ``beta`` and ``linear_beta``) or "swiglu".
+        backend: as in :func:`situ_glu`.
+
+    Returns:
+        [..., f] in the dtype of ``fused``. Only ``fused`` and ``weights`` are kept for the backward in Triton.
+
+    Raises:
+        ValueError: an odd last dim, weights of another shape, an unknown activation, and as :func:`situ_glu`.
+    """
+    if activation not in ACTIVATIONS:
+        raise ValueError(f"activation is {activation!r}; it must be one of {', '.join(ACTIVATIONS)}.")
+    if fused.dim() == 0 or fused.shape[-1] % 2:
+        raise ValueError(f"fused has shape {tuple(fused.shape)}; its last dim must hold gate and up, two halves.")
+    if weights is not None and weights.shape != fused.shape[:-1]:
+        raise ValueError(f"weights have shape {tuple(weights.shape)}; they must be {tuple(fused.shape[:-1])}.")
+    gate, up = fused.chunk(2, dim=-1)
+    _check(gate, up)
+    _check_caps(beta, linear_beta)
+    chosen = resolve_backend("fused_glu", backend, fused.device, fused.dtype)
+    if chosen == "triton":
+        return _TritonFusedGlu.apply(fused, weights, activation == "situ", beta, linear_beta)
+    if activation == "situ":
+        hidden = situ_glu(gate, up, beta, linear_beta, backend=chosen)
+    else:
+        hidden = swiglu(gate, up, backend=chosen)
+    if weights is None:
+        return hidden
+    wide = hidden.to(torch.promote_types(hidden.dtype, torch.float32))
+    return (wide * weights.unsqueeze(-1)).to(hidden.dtype)

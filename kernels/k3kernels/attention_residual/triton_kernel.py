@@ -1,0 +1,182 @@
+"""Attention Residuals' mix in one pass: logits, softmax over the sources and weighted sum, a token at a time.
+
+A program holds a token's row of one source in registers; an online softmax folds it into the sum, so that every
+source is read once and nothing but the result is written. Nothing but the inputs is kept: the backward makes the
+logits again while it reads the sources for their alignment with the gradient, and its second reading of them comes
+from the cache (129 KB a token at K3's nine sources of 7168).
+"""
+
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from k3kernels.compiled import Form
+from k3kernels.rows import accumulating_programs, check_columns, warps_for
+
+
+@triton.jit
+def pick(pointers, index, COUNT: tl.constexpr):
+    """One of a tuple of pointers, by a number known at run time: an unrolled loop over them would load them all ahead,
+    and spill."""
+    chosen = pointers[0]
+    for i in tl.static_range(1, COUNT):
+        chosen = tl.where(index == i, pointers[i], chosen)
+    return chosen
+
+
+@triton.jit
+def mix_forward_kernel(sources, query, norm_weight, out, hidden, eps, COUNT: tl.constexpr, BLOCK: tl.constexpr):
+    """out [rows, hidden] of `sources`, a tuple of COUNT tensors [rows, hidden]; one program a row."""
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BLOCK)
+    valid = column < hidden
+    folded = tl.load(query + column, mask=valid, other=0.0).to(tl.float32)
+    folded *= tl.load(norm_weight + column, mask=valid, other=0.0).to(tl.float32)
+    highest = float("-inf")
+    denominator = 0.0
+    mixed = tl.zeros([BLOCK], tl.float32)
+    for i in range(COUNT):
+        value = tl.load(pick(sources, i, COUNT) + row * hidden + column, mask=valid, other=0.0).to(tl.float32)
+        rstd = tl.rsqrt(tl.sum(value * value) / hidden + eps)
+        logit = tl.sum(value * folded) * rstd
+        above = tl.maximum(highest, logit)
+        kept = tl.exp(highest - above)
+        share = tl.exp(logit - above)
+        denominator = denominator * kept + share
+        mixed = mixed * kept + value * share
+        highest = above
+    tl.store(out + row * hidden + column, (mixed / denominator).to(out.dtype.element_ty), mask=valid)
+
+
+@triton.jit
+def mix_backward_kernel(
+    sources,
+    query,
+    norm_weight,
+    grad_out,
+    grad_sources,
+    partials,
+    rows,
+    hidden,
+    eps,
+    COUNT: tl.constexpr,
+    SLOTS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """grad_sources, tuple of [rows, hidden]; partials [programs, hidden]: each program's gradient of the folded query.
+
+    With l = r <w, v>, r = 1/rms(v), softmax weights a and g the output's gradient:
+    dl_i = a_i (<g, v_i> - sum_j a_j <g, v_j>) and dv_i = a_i g + dl_i (r_i w - l_i r_i^2 v_i / h).
+    """
+    column = tl.arange(0, BLOCK)
+    slot = tl.arange(0, SLOTS)
+    valid = column < hidden
+    total = tl.zeros([BLOCK], tl.float32)
+    first = tl.program_id(0).to(tl.int64)
+    for step in range(tl.cdiv(rows - tl.program_id(0), tl.num_programs(0))):
+        row = first + step * tl.num_programs(0)
+        # Loaded for every token, from the cache: kept over the loop they would cost registers.
+        folded = tl.load(query + column, mask=valid, other=0.0).to(tl.float32)
+        folded *= tl.load(norm_weight + column, mask=valid, other=0.0).to(tl.float32)
+        grad = tl.load(grad_out + row * hidden + column, mask=valid, other=0.0).to(tl.float32)
+        logits = tl.full([SLOTS], float("-inf"), tl.float32)
+        rstds = tl.zeros([SLOTS], tl.float32)
+        alignments = tl.zeros([SLOTS], tl.float32)
+        for i in range(COUNT):
+            value = tl.load(pick(sources, i, COUNT) + row * hidden + column, mask=valid, other=0.0).to(tl.float32)
+            rstd = tl.rsqrt(tl.sum(value * value) / hidden + eps)
+            logits = tl.where(slot == i, tl.sum(value * folded) * rstd, logits)
+            rstds = tl.where(slot == i, rstd, rstds)
+            alignments = tl.where(slot == i, tl.sum(value * grad), alignments)
+        shares = tl.exp(logits - tl.max(logits, axis=0))
+        shares = shares / tl.sum(shares, axis=0)
+        grad_logits = shares * (alignments - tl.sum(shares * alignments, axis=0))
+        along_query = grad_logits * rstds
+        along_self = -grad_logits * tl.where(slot < COUNT, logits, 0.0) * rstds * rstds / hidden
+        for i in range(COUNT):
+            value = tl.load(pick(sources, i, COUNT) + row * hidden + column, mask=valid, other=0.0).to(tl.float32)
+            share = tl.sum(tl.where(slot == i, shares, 0.0), axis=0)
+            query_part = tl.sum(tl.where(slot == i, along_query, 0.0), axis=0)
+            self_part = tl.sum(tl.where(slot == i, along_self, 0.0), axis=0)
+            total += value * query_part
+            result = grad * share + folded * query_part + value * self_part
+            target = pick(grad_sources, i, COUNT)
+            tl.store(target + row * hidden + column, result.to(target.dtype.element_ty), mask=valid)
+    tl.store(partials + tl.program_id(0).to(tl.int64) * hidden + column, total, mask=valid)
+
+
+def mix_forward(sources: Sequence[Tensor], query: Tensor, norm_weight: Tensor, eps: float) -> Tensor:
+    """The mix of n >= 2 sources [..., h] alike, in their dtype; see :func:`k3kernels.attention_residual.mix`."""
+    hidden = query.shape[0]
+    check_columns("mix", hidden)
+    out = torch.empty(sources[0].shape, dtype=sources[0].dtype, device=sources[0].device)
+    if out.numel():
+        rows = tuple(source.contiguous() for source in sources)
+        block = triton.next_power_of_2(hidden)
+        mix_forward_kernel[(rows[0].numel() // hidden,)](
+            rows,
+            query.contiguous(),
+            norm_weight.contiguous(),
+            out,
+            hidden,
+            eps,
+            COUNT=len(rows),
+            BLOCK=block,
+            num_warps=warps_for(block),
+        )
+    return out
+
+
+def mix_backward(
+    sources: Sequence[Tensor], query: Tensor, norm_weight: Tensor, eps: float, grad_out: Tensor
+) -> tuple[list[Tensor], Tensor]:
+    """Gradients of the sources, and of ``query * norm_weight`` in fp32 [h]."""
+    hidden = query.shape[0]
+    grads = [torch.empty(source.shape, dtype=source.dtype, device=source.device) for source in sources]
+    if not grads[0].numel():
+        return grads, torch.zeros(hidden, dtype=torch.float32, device=query.device)
+    rows = tuple(source.contiguous() for source in sources)
+    programs = accumulating_programs(query.device, rows[0].numel() // hidden)
+    partials = torch.empty(programs, hidden, dtype=torch.float32, device=query.device)
+    block = triton.next_power_of_2(hidden)
+    mix_backward_kernel[(programs,)](
+        rows,
+        query.contiguous(),
+        norm_weight.contiguous(),
+        grad_out.contiguous(),
+        tuple(grads),
+        partials,
+        rows[0].numel() // hidden,
+        hidden,
+        eps,
+        COUNT=len(rows),
+        SLOTS=triton.next_power_of_2(len(rows)),
+        BLOCK=block,
+        num_warps=warps_for(block),
+    )
+    return grads, partials.sum(dim=0)
+
+
+def forms() -> list[Form]:
+    """K3's output mix, the widest: eight blocks and the partial sum of 7168 channels, in bf16."""
+    count, hidden = 9, 7168
+    types = {
+        "sources": ("*bf16",) * count,
+        "grad_sources": ("*bf16",) * count,
+        **dict.fromkeys(("query", "norm_weight", "out", "grad_out"), "*bf16"),
+        "partials": "*fp32",
+        "rows": "i32",
+        "hidden": "i32:16",
+        "eps": "fp32",
+    }
+    block = triton.next_power_of_2(hidden)
+    constants = {"COUNT": count, "BLOCK": block}
+    warps = warps_for(block)
+    back = {**constants, "SLOTS": 16}
+    return [
+        Form("mix_forward, 9 sources of 7168", mix_forward_kernel, types, constants, warps, 64),
+        Form("mix_backward, 9 sources of 7168", mix_backward_kernel, types, back, warps, 128),
+    ]

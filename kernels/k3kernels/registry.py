@@ -1,0 +1,128 @@
+"""Every operation of this package: the forms that it has, which of them runs on a device, and why."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import metadata
+
+import torch
+
+from k3kernels import kda, mx, quantile_balancing
+from k3kernels.backend import BACKENDS, resolve_backend, why_not_triton
+from k3kernels.cross_entropy.op import BACKENDS as LOSS_BACKENDS
+from k3kernels.kda.backend import BACKENDS as KDA_BACKENDS
+from k3kernels.kda.backend import MIN_FLA
+
+# What has been run on a GPU, by operation: a table in kernels/README.md then has its numbers. Nothing has.
+RUN_ON_A_GPU: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True)
+class Operation:
+    """An operation by its place in the package.
+
+    `resolve(asked, device)` names the backend that runs and raises ValueError where it can't; `asked` is a recipe's
+    `model.kernels`, which some operations do not follow.
+    """
+
+    name: str
+    what: str
+    backends: tuple[str, ...]
+    resolve: Callable[[str, torch.device], str]
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What serves an operation on a device, and the reason in words."""
+
+    operation: str
+    what: str
+    backends: tuple[str, ...]
+    used: str
+    why: str
+    run_on_a_gpu: bool
+
+
+def _plain(name: str, what: str, backends: tuple[str, ...] = BACKENDS) -> Operation:
+    def resolve(asked: str, device: torch.device) -> str:
+        if name == "cross_entropy" and asked == "torch":
+            asked = "reference"
+        found = resolve_backend(name, asked, device, backends=backends)
+        return found if found in backends else "reference"
+
+    return Operation(name, what, tuple(backend for backend in backends if backend != "auto"), resolve)
+
+
+def _kda(asked: str, device: torch.device) -> str:
+    return kda.resolve_backend("naive" if asked == "reference" else "auto", device)
+
+
+OPERATIONS = (
+    _plain("situ_glu", "SiTU-GLU and SwiGLU, with the gate/up split and the router weight"),
+    _plain("mix", "Attention Residuals: logits, softmax and weighted sum over depth"),
+    _plain("gated_rms_norm", "KDA's head-wise output norm and gate"),
+    _plain("rms_norm", "RMSNorm, of sublayers and of the latent sum"),
+    _plain("short_conv", "causal depthwise convolution with document boundaries"),
+    _plain("cross_entropy", "cross-entropy over a vocabulary shard", LOSS_BACKENDS),
+    Operation("kda", "Kimi Delta Attention", tuple(name for name in KDA_BACKENDS if name != "auto"), _kda),
+    Operation(
+        "quantile_balancing",
+        "top-(k+1) selection, cutoff and histogram",
+        ("torch", "triton"),
+        lambda asked, device: quantile_balancing.resolve_backend("auto", device),
+    ),
+    Operation(
+        "mx",
+        "MX quantize-dequantize, pack and unpack (quant.backend)",
+        ("torch", "triton"),
+        lambda asked, device: mx.resolve_backend("auto", device),
+    ),
+    Operation(
+        "newton_schulz",
+        "Muon's orthogonalization, batched (emerging-optimizers)",
+        ("torch",),
+        lambda asked, device: "torch",
+    ),
+)
+
+
+def _version(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return "none"
+
+
+def _why(operation: Operation, asked: str, used: str, device: torch.device) -> str:
+    if used == "fla":
+        return f"a CUDA device, fla-core {_version('fla-core')}"
+    if operation.name == "kda" and used == "chunk":
+        found = f"fla needs CUDA and fla-core >= {MIN_FLA}"
+        return f"{found}; this is {device.type}, fla-core {_version('fla-core')}"
+    if used == "triton":
+        return f"a CUDA device, triton {_version('triton')}"
+    if operation.backends == ("torch",):
+        return "the only form"
+    if used in ("reference", "naive") and asked == "reference":
+        return "model.kernels=reference"
+    if asked == "torch" and device.type == "cuda":
+        return "model.kernels=torch"
+    reason = why_not_triton(torch.device(device.type)) or "not asked for"
+    reason = reason.replace(f"the tensors are on {device.type}", f"the kernel needs CUDA, this is {device.type}")
+    return f"{reason}; in training Megatron-Core's loss" if operation.name == "cross_entropy" else reason
+
+
+def choices(device: torch.device, asked: str = "auto") -> list[Choice]:
+    """What serves every operation on ``device`` when a recipe says ``model.kernels=asked``.
+
+    Raises:
+        ValueError: ``asked`` is unknown, or can't run there.
+    """
+    found = []
+    for operation in OPERATIONS:
+        used = operation.resolve(asked, device)
+        why = _why(operation, asked, used, device)
+        on_gpu = operation.name in RUN_ON_A_GPU
+        found.append(Choice(operation.name, operation.what, operation.backends, used, why, on_gpu))
+    return found

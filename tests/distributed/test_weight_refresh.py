@@ -1,0 +1,84 @@
+"""What a rollout server is given by a run of several ranks: bit for bit what one rank gives it. The layout stays."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from hf_folder import all_tensors
+from pool import WorkerPool
+from rl_run import make_tasks, rl_recipe
+
+
+class Receiver:
+    """Stands in for the server of a `SharedEngine`: keeps what rank 0 sends."""
+
+    def __init__(self) -> None:
+        self.rows: dict[str, list[torch.Tensor]] = {}
+        self.versions: list[int | None] = []
+
+    def send_bucket(self, bucket: dict[str, torch.Tensor], version: int | None) -> None:
+        for name, rows in bucket.items():
+            key, _, start = name.rpartition("@")
+            assert int(start) == sum(len(r) for r in self.rows.setdefault(key, []))
+            self.rows[key].append(rows.clone())
+        self.versions.append(version)
+
+    def refresh_from_disk(self, folder: Path, version: int) -> None:
+        self.versions.append(version)
+
+
+def give_weights(rank: int, world_size: int, recipe: dict[str, Any]) -> tuple[dict[str, torch.Tensor], list]:
+    """Build the recipe's model, refresh both ways twice; what arrived in place, and the versions."""
+    from megatron.core import parallel_state
+
+    from k3train.config.load import recipe_from_dict
+    from k3train.model.build import build_chunks, start_model_parallel
+    from k3train.rl.shared_engine import SharedEngine
+    from k3train.rl.weights import WeightRefresh
+
+    config = recipe_from_dict(recipe)
+    start_model_parallel(config.parallel)
+    groups = parallel_state.get_tensor_model_parallel_group(), parallel_state.get_expert_model_parallel_group()
+    models, _ = build_chunks(config)
+    trainer = SimpleNamespace(models=models, run_dir=Path(config.run.dir))
+    engine = SharedEngine(Receiver)
+    for refresh in ("in_place", "disk"):
+        config.rl.rollout.refresh = refresh
+        give = WeightRefresh(config, trainer)
+        for version in (1, 2):
+            if engine._engine is not None:
+                engine._engine.rows.clear()
+            give(engine, version)
+        # The very groups of the layout, not others like them.
+        assert groups[0] is parallel_state.get_tensor_model_parallel_group()
+        assert groups[1] is parallel_state.get_expert_model_parallel_group()
+        if refresh == "in_place" and rank == 0:
+            found = {key: torch.cat(rows) for key, rows in engine._engine.rows.items()}
+    if rank:
+        return {}, []
+    return found, engine._engine.versions
+
+
+def test_shared_weights_are_given_whole(pool: WorkerPool, tmp_path: Path) -> None:
+    """TP2 with EP2, and PP2, against one rank; with a vocabulary that two ranks cannot halve."""
+    tasks = make_tasks(tmp_path)
+    found, versions = {}, {}
+    layouts = {"one": (1, {}), "tp2_ep2": (2, {"tensor": 2, "expert": 2}), "pp2": (2, {"pipeline": 2})}
+    for name, (ranks, parallel) in layouts.items():
+        recipe = rl_recipe(tasks, tmp_path / name, parallel=parallel, model__vocab_size=303)
+        recipe["model"]["vocab_padding_multiple"] = 1
+        recipe["rl"]["rollout"]["bucket_mib"] = 1
+        (tmp_path / name).mkdir()
+        found[name], versions[name] = pool.run(give_weights, ranks, recipe)[0]
+    exported = {name: all_tensors(tmp_path / name / "rollout_weights" / "version_00000002") for name in layouts}
+    assert len(found["one"]) > 40
+    assert versions["one"].count(2) == 2
+    for name in ("tp2_ep2", "pp2"):
+        assert versions[name] == versions["one"]
+        assert found[name].keys() == found["one"].keys()
+        assert all(torch.equal(found[name][key], tensor) for key, tensor in found["one"].items())
+        assert exported[name].keys() == exported["one"].keys()
+        assert all(torch.equal(exported[name][key], tensor) for key, tensor in exported["one"].items())

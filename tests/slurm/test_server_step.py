@@ -1,0 +1,175 @@
+"""Ranks and a rollout server in one job and in two, with programs that stand in for Slurm: who is started with what, in
+which order, and how it ends. What real Slurm makes of the steps `test_jobs.py` sees for the ranks alone."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+SRUN = """#!/bin/bash
+echo "srun $*" >> "$CALLS"
+while [[ $1 == -* ]]; do shift; done
+exec "$@"
+"""
+SCONTROL = """#!/bin/bash
+case "$*" in
+    "show hostnames"*) printf 'localhost\\n%.0s' $(seq $SLURM_NNODES) ;;
+    "show job"*) echo "JobId=7 JobState=RUNNING " ;;
+    *) echo "scontrol $*" >> "$CALLS" ;;
+esac
+"""
+PYTHON = """#!/bin/bash
+# Python, but for k3train: a server that is healthy after a while, and ranks that ask it.
+case "$3" in
+    serve) exec "$REAL" "$STAND_IN" serve "$@" ;;
+    recipe=*) exec "$REAL" "$STAND_IN" ranks "$@" ;;
+    *) exec "$REAL" "$@" ;;
+esac
+"""
+STAND_IN = """
+import http.server, os, sys, time, urllib.request
+kind, words = sys.argv[1], sys.argv[2:]
+with open(os.environ["CALLS"], "a") as calls:
+    calls.write(f"{kind} {' '.join(words)}\\n")
+if kind == "serve":
+    if os.environ.get("SERVER") == "breaks":
+        sys.exit(3)
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self):
+            self.send_response(200 if time.time() > ready else 503)
+            self.end_headers()
+        def log_message(self, *_):
+            pass
+    ready = time.time() + 1.2
+    host, port = (words[words.index(name) + 1] for name in ("--host", "--port"))
+    http.server.HTTPServer((host, int(port)), Handler).serve_forever()
+url = next(w for w in words if w.startswith("rl.rollout.url=")).partition("=")[2]
+assert urllib.request.urlopen(url + "/health").status == 200
+with open(os.environ["K3TRAIN_EXIT_NOTE"], "w") as note:
+    note.write(os.environ.get("RANKS_END", "0"))
+sys.exit(int(os.environ.get("RANKS_END", "0")))
+"""
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> dict[str, str]:
+    """The environment of a batch script whose Slurm is made of stand-ins."""
+    programs = {"srun": SRUN, "scontrol": SCONTROL, "python": PYTHON}
+    for name, text in programs.items():
+        (tmp_path / name).write_text(text)
+        (tmp_path / name).chmod(0o755)
+    (tmp_path / "stand_in.py").write_text(STAND_IN)
+    inherited = {k: v for k, v in os.environ.items() if not k.startswith(("SLURM_", "SBATCH_", "K3"))}
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    return {
+        **inherited,
+        "PATH": f"{tmp_path}:{os.environ['PATH']}",
+        "CALLS": str(tmp_path / "calls"),
+        "REAL": sys.executable,
+        "STAND_IN": str(tmp_path / "stand_in.py"),
+        "K3_PYTHON": str(tmp_path / "python"),
+        "K3_NOTES": str(tmp_path / "notes"),
+        "K3_ROOT": str(ROOT),
+        "K3_SITE": str(tmp_path / "none"),
+        "K3_HEALTH_CHECK": "0",
+        "K3_SERVE_PORT": str(port),
+        "SLURM_JOB_ID": "7",
+        "SLURM_JOB_NODELIST": "localhost",
+        "SLURM_NNODES": "1",
+        "SLURM_CPUS_ON_NODE": "2",
+    }
+
+
+def run(job: dict[str, str], script: str = "rl", *keys: str, **more: str) -> tuple[int, str, list[str]]:
+    """Exit code, output, and what was called in order."""
+    command = ["bash", str(ROOT / "slurm" / f"{script}.sbatch"), *keys]
+    done = subprocess.run(command, env={**job, **more}, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    calls = Path(job["CALLS"])
+    return done.returncode, done.stdout + done.stderr, calls.read_text().splitlines() if calls.exists() else []
+
+
+def is_free(job: dict[str, str]) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex(("localhost", int(job["K3_SERVE_PORT"]))) != 0
+
+
+def test_a_server_in_the_same_job(job: dict[str, str]) -> None:
+    """On one node both share it: the ranks start when the server is healthy, and it is ended after them."""
+    code, said, calls = run(job, "rl", "run.name=mine", K3_SERVE="runs/start")
+    assert code == 0, said
+    served, ranks = (next(c for c in calls if c.startswith(kind)) for kind in ("serve", "ranks"))
+    assert calls.index(served) < calls.index(ranks)
+    assert "--checkpoint runs/start --host localhost" in served
+    assert "--allow-updates" in served
+    url = f"rl.rollout.url=http://localhost:{job['K3_SERVE_PORT']}"
+    assert ranks.endswith(f"recipe=rl/k3-tiny run.name=mine rl.rollout.engine=openai {url}")
+    assert "--overlap" in next(c for c in calls if "k3train serve" in c)
+    assert is_free(job)
+
+
+def test_the_ranks_leave_the_servers_node_alone(job: dict[str, str]) -> None:
+    code, said, calls = run(job, "distill", K3_SERVE="runs/start", SLURM_NNODES="3", SLURM_JOB_NODELIST="n[1-3]")
+    assert code == 0, said
+    steps = [c for c in calls if c.startswith("srun")]
+    assert "--nodelist=localhost --nodes=1 --ntasks=1" in steps[0]
+    assert "--exclude=localhost" in steps[1]
+    assert "--nodes=2" in steps[1]
+    assert "recipe=distill/k3-tiny" in steps[1]
+    code, said, _ = run(job, "distill", K3_SERVE="x", SLURM_NNODES="2", K3_NODES="2")
+    assert code == 2
+    assert "K3_NODES=2 leaves no node of 2 to the server" in said
+
+
+def test_a_server_that_breaks_is_a_failure_of_the_job(job: dict[str, str]) -> None:
+    """It is requeued, as after a failed rank; no rank is started."""
+    code, said, calls = run(job, K3_SERVE="runs/start", SERVER="breaks")
+    assert code == 1
+    assert "the server ended before it answered" in said
+    assert "scontrol requeue 7" in calls
+    assert not [c for c in calls if c.startswith("ranks")]
+
+
+def test_the_ranks_exit_code_is_the_jobs(job: dict[str, str]) -> None:
+    code, said, calls = run(job, K3_SERVE="runs/start", RANKS_END="2")
+    assert code == 2, said
+    assert "scontrol requeue 7" not in calls
+    assert is_free(job)
+
+
+def test_a_server_in_a_job_of_its_own(job: dict[str, str]) -> None:
+    """Its address is found by its job's id; a stop request ends it."""
+    command = ["bash", str(ROOT / "slurm" / "serve.sbatch")]
+    server = subprocess.Popen(command, env={**job, "K3_SERVE": "runs/start"}, cwd=ROOT)
+    try:
+        code, said, calls = run({**job, "SLURM_JOB_ID": "8"}, K3_SERVE_JOB="7")
+        assert code == 0, said
+        assert sum("k3train serve" in c and c.startswith("srun") for c in calls) == 1
+        server.send_signal(signal.SIGUSR1)
+        assert server.wait(30) == 0
+    finally:
+        server.kill()
+    assert not (Path(job["K3_NOTES"]) / "server-7").exists()
+    deadline = time.monotonic() + 20
+    while not is_free(job):
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+
+
+def test_nothing_to_serve_is_said(job: dict[str, str]) -> None:
+    code, said, _ = run(job, "serve")
+    assert code == 2
+    assert "K3_SERVE names no checkpoint" in said
+    code, said, _ = run(job, K3_SERVE_JOB="99", K3_SERVE_SECONDS="1", K3_MAX_FAILURES="0")
+    assert code == 1
+    assert "job 99 wrote no address" in said
