@@ -4,7 +4,17 @@ from __future__ import annotations
 
 import importlib.util
 
+from k3train.config.model import ModelConfig
 from k3train.errors import UserError
+
+
+def read_here(model: ModelConfig, kernels: str = "auto") -> None:
+    """Fit a checkpoint's architecture for reading it here: where it was trained says nothing about this machine.
+
+    Its own choice of kernels is replaced by `kernels`, and multi-token prediction is left out.
+    """
+    model.kda.backend, model.kernels = "auto", kernels
+    model.mtp.num_layers = 0
 
 
 def resolve_transformer_impl(asked: str, device_kind: str, precision: str) -> str:

@@ -14,6 +14,7 @@ from megatron.core import parallel_state
 
 from k3train.checkpoint import directory
 from k3train.config.distill import DistillConfig
+from k3train.config.implementation import read_here
 from k3train.config.load import recipe_from_dict
 from k3train.config.quant import policy_in_force
 from k3train.config.rules_parallel import check_parallel
@@ -85,7 +86,7 @@ def load_teacher(path: Path, recipe: RecipeConfig, config: RecipeConfig, device:
         UserError: the layout does not fit it, or it is damaged.
     """
     recipe.parallel = config.parallel
-    recipe.model.mtp.num_layers, recipe.model.kda.backend = 0, "auto"
+    read_here(recipe.model, config.model.kernels)
     check_parallel(recipe, dist.get_world_size())
     (model,), _ = build_chunks(recipe, device, init=False)
     fill(model, path)

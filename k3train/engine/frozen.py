@@ -16,6 +16,7 @@ from megatron.core import parallel_state
 
 from k3train.checkpoint import directory
 from k3train.config.deepspeed import DeepSpeedConfig
+from k3train.config.implementation import read_here
 from k3train.config.load import recipe_from_dict
 from k3train.config.schema import ParallelConfig
 from k3train.engine.library import load_deepspeed, prepare_for_zero, shard_parameters, zero_config
@@ -51,7 +52,8 @@ class FrozenModel:
         _check_data_parallel()
         path = directory.resolve(checkpoint)
         config = recipe_from_dict(directory.read_marker(path)["config"])
-        config.parallel, config.model.mtp.num_layers = ParallelConfig(transformer_impl="local"), 0
+        config.parallel = ParallelConfig(transformer_impl="local")
+        read_here(config.model)
         config.train.precision = precision or config.train.precision
         deepspeed = load_deepspeed(here)
         (model,), _ = build_chunks(config, "cpu", init=False)

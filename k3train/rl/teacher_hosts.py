@@ -9,6 +9,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -17,6 +18,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from k3train.config.deepspeed import DeepSpeedConfig
+from k3train.config.implementation import read_here
 from k3train.config.rl import RolloutConfig, TeacherConfig
 from k3train.config.rules_parallel import check_parallel
 from k3train.config.schema import RecipeConfig
@@ -234,6 +236,9 @@ def teacher_recipe(recipe: RecipeConfig, config: RecipeConfig) -> RecipeConfig:
         UserError: the layout does not fit it.
     """
     recipe.parallel, recipe.train = config.parallel, config.train
-    recipe.model.mtp.num_layers, recipe.model.kda.backend = 0, "auto"
+    if config.parallel.context > 1:
+        # Teachers score whole rows on every context-parallel rank; Transformer Engine would take them for shards.
+        recipe.parallel = replace(config.parallel, transformer_impl="local")
+    read_here(recipe.model, config.model.kernels)
     check_parallel(recipe, dist.get_world_size())
     return recipe

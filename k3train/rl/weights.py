@@ -52,8 +52,9 @@ class WeightRefresh:
         engine.refresh_from_disk(out, version)
         if dist.get_rank() == 0:
             shutil.rmtree(root / "checkpoint", ignore_errors=True)
-            for old in sorted(root.glob("version_*"))[:-1]:
-                shutil.rmtree(old, ignore_errors=True)
+            for other in root.glob("version_*"):  # also later ones, of a run that was taken up from before them
+                if other != out:
+                    shutil.rmtree(other, ignore_errors=True)
         dist.barrier()
 
     def _export(self, checkpoint: Path, out: Path) -> None:

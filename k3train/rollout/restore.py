@@ -14,6 +14,7 @@ import torch
 
 from k3train import platform
 from k3train.checkpoint import directory
+from k3train.config.implementation import read_here
 from k3train.config.load import recipe_from_dict
 from k3train.config.quant import QuantConfig, policy_in_force, said_change
 from k3train.config.rules_parallel import check_parallel, data_parallel_size, least_world_size
@@ -167,9 +168,7 @@ def restore(
     parallel = read_layout(layout)
     path, config = recipe_of(checkpoint)
     config.parallel = parallel
-    # Where the weights were trained says nothing about where they are read.
-    config.model.kda.backend, config.model.kernels = "auto", kernels
-    config.model.mtp.num_layers = 0
+    read_here(config.model, kernels)
     said = _choose_quant(config, quant, path)
     _check_layout(config, command)
     # torch's own number of threads: all cores, or what OMP_NUM_THREADS says.

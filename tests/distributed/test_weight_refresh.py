@@ -48,7 +48,7 @@ def give_weights(rank: int, world_size: int, recipe: dict[str, Any]) -> tuple[di
     for refresh in ("in_place", "disk"):
         config.rl.rollout.refresh = refresh
         give = WeightRefresh(config, trainer)
-        for version in (1, 2):
+        for version in (3, 2):  # as of a run that had come to step 3 and was taken up from before
             if engine._engine is not None:
                 engine._engine.rows.clear()
             give(engine, version)
@@ -75,6 +75,8 @@ def test_shared_weights_are_given_whole(pool: WorkerPool, tmp_path: Path) -> Non
         found[name], versions[name] = pool.run(give_weights, ranks, recipe)[0]
     exported = {name: all_tensors(tmp_path / name / "rollout_weights" / "version_00000002") for name in layouts}
     assert len(found["one"]) > 40
+    kept = [path.name for path in (tmp_path / "one" / "rollout_weights").iterdir()]
+    assert kept == ["version_00000002"]  # the server's present folder, no other
     assert versions["one"].count(2) == 2
     for name in ("tp2_ep2", "pp2"):
         assert versions[name] == versions["one"]

@@ -12,6 +12,7 @@ import torch
 from k3train.config.load import recipe_from_dict
 from k3train.config.rl import ObjectiveConfig, TeacherConfig
 from k3train.config.rules_distill import check_teachers
+from k3train.config.schema import RecipeConfig
 from k3train.errors import UserError
 from k3train.rl.teachers import Teachers, mixed, teachers_for
 from k3train.rl.trajectory import Group, Trajectory
@@ -33,6 +34,18 @@ def test_the_first_that_fits_with_those_beside_it() -> None:
     assert teachers_for(teachers, task("sort", None)) == [3]
     with pytest.raises(UserError, match=r"none for family=sort, effort=max"):
         teachers_for(teachers[:3], task("sort", "max"))
+
+
+def test_a_teacher_runs_by_the_kernels_of_the_run(single_rank: None) -> None:
+    """What it was trained with says nothing of this machine; whole rows under context parallelism are not TE's."""
+    from k3train.rl.teacher_hosts import teacher_recipe
+
+    trained, run = RecipeConfig(), RecipeConfig()
+    trained.model.kernels, trained.model.kda.backend, trained.model.mtp.num_layers = "triton", "fla", 1
+    run.model.kernels = "torch"
+    found = teacher_recipe(trained, run)
+    assert (found.model.kernels, found.model.kda.backend, found.model.mtp.num_layers) == ("torch", "auto", 0)
+    assert found.parallel.transformer_impl == "auto"
 
 
 def test_a_mixture_by_hand() -> None:
