@@ -128,7 +128,7 @@ def search(
     leanest = sorted(hopeful[MOST_FULL_PLANS:], key=lambda c: c.gib)
     for number, candidate in enumerate((hopeful[:MOST_FULL_PLANS] + leanest) or ([least] if least else [])):
         # The rough order is near the final one; a few more than asked for are planned in full.
-        if len(fitting) >= top + 5 or (fitting and number >= MOST_FULL_PLANS):
+        if len(fitting) >= top + 5 or (fitting and number == MOST_FULL_PLANS):
             break
         plan = make_plan(candidate.config, cluster, inventory, world_size)
         if plan.fits:
