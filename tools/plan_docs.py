@@ -51,7 +51,7 @@ def sizes() -> str:
 
 
 def throughputs() -> str:
-    """Every published row, its prediction and the error; the mean error of those that nothing was fitted to."""
+    """Every published row, its prediction and the error; mean and largest error of those that nothing was fitted to."""
     compared = list(anchors.compare())
     rows = [
         (
@@ -65,10 +65,15 @@ def throughputs() -> str:
         )
         for c in compared
     ]
-    runs = [abs(c.error) for c in compared if not c.fitted and c.unit.startswith("tokens")]
+    unfitted = [c for c in compared if not c.fitted]
+    runs = [abs(c.error) for c in unfitted if c.unit.startswith("tokens")]
+    worst = max(unfitted, key=lambda c: abs(c.error))
     head = ("Run", "Devices", "Published", "Predicted", "Error", "Not in the source, assumed", "Source")
     told = f"Mean absolute error of the {len(runs)} training runs in tokens/s that nothing was fitted to: "
-    return markdown(head, rows) + f"\n\n{told}{sum(runs) / len(runs):.0%}, largest {max(runs):.0%}."
+    told += f"{sum(runs) / len(runs):.0%}, largest {max(runs):.0%}.\n"
+    told += f"Of all {len(unfitted)} rows that nothing was fitted to: "
+    told += f"{sum(abs(c.error) for c in unfitted) / len(unfitted):.0%}, largest {worst.error:+.0%} ({worst.name})."
+    return f"{markdown(head, rows)}\n\n{told}"
 
 
 def ladder() -> str:

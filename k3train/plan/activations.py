@@ -16,6 +16,7 @@ from k3train.config.quant import policy_in_force
 from k3train.config.schema import RecipeConfig
 from k3train.model.model import padded_vocab_size
 
+_LOSS_OF_ITS_OWN = ("distill",)  # stages that keep the logits and compute their loss in PyTorch
 CHUNK_CPU = 16  # tokens of a chunk of k3kernels' KDA
 CHUNK_FLA = 64  # of fla's
 KINDS = ("mixers", "KDA states", "experts", "feed-forwards", "residual stream", "block summaries", "logits")
@@ -38,6 +39,16 @@ class Kept:
 NOTHING = Kept({})
 
 
+def fused_kernels(config: RecipeConfig, kind: str) -> bool:
+    """Whether k3kernels' Triton forms run on devices of this kind (cuda or cpu), wherever the plan is made."""
+    return kind == "cuda" and config.model.kernels in ("auto", "triton")
+
+
+def fused_loss(config: RecipeConfig, kind: str) -> bool:
+    """Whether the cross-entropy is k3kernels' Triton form (`K3Model._loss`), which writes no logits in fp32."""
+    return fused_kernels(config, kind) and config.stage.name not in _LOSS_OF_ITS_OWN
+
+
 class Activations:
     """What one micro-batch keeps on one rank of a recipe."""
 
@@ -52,6 +63,7 @@ class Activations:
         self.shard = self.tokens / self.tp
         self.stream = self.shard * self.model.hidden_size * self.e  # one [s / TP, b, h]
         self.recompute = p.recompute == "full"
+        self.fused, self.fused_loss = fused_kernels(config, kind), fused_loss(config, kind)
         self.quantized = policy_in_force(config.quant, config.stage.name) is not None
 
     def layer(self, index: int) -> Kept:
@@ -146,7 +158,11 @@ class Activations:
         width = moe.expert_hidden_size / self.etp
         index = self.shard * (8 * moe.num_experts + 8 * moe.top_k)  # Megatron-Core's unfused permutation
         kept = n * (latent * self.e + 3 * width * self.e + 4)
-        kept += n * (latent if moe.weight_placement == "after_w2" else width) * 4  # what the weights multiply, fp32
+        # What the weights multiply, in fp32. Triton's activation keeps its input and the weights alone.
+        if moe.weight_placement == "after_w2":
+            kept += n * latent * 4
+        elif not self.fused:
+            kept += n * width * 4
         if self.quantized:
             kept += n * (latent + width) * self.e  # the inputs before they were rounded
         return index + kept
@@ -174,10 +190,17 @@ class Activations:
 
     def _head(self) -> Kept:
         """The final norm and the cross-entropy over this rank's part of the vocabulary."""
-        rows = padded_vocab_size(self.model.vocab_size, self.model.vocab_padding_multiple, self.tp) / self.tp
+        rows, padded = self._vocabulary_rows()
         norm = self.stream + 4 * self.shard + self._entered()
-        padding = self.tokens * rows if rows * self.tp > self.model.vocab_size else 0.0
-        return Kept({"residual stream": norm, "logits": self.tokens * (rows * 4 + 1 + 8) + padding})
+        # Triton: the logits as they are, labels, the log of their sum. Else Megatron-Core's: exponentials in fp32.
+        kept = self.tokens * (rows * self.e + 8 + 4) if self.fused_loss else self.tokens * (rows * 4 + 1 + 8)
+        return Kept({"residual stream": norm, "logits": kept + (self.tokens * rows if padded else 0.0)})
+
+    def _vocabulary_rows(self) -> tuple[float, bool]:
+        """Rows of this rank's part of the vocabulary, and whether some are padding (whose mask is kept)."""
+        model = self.model
+        whole = padded_vocab_size(model.vocab_size, model.vocab_padding_multiple, self.tp)
+        return whole / self.tp, whole > model.vocab_size
 
     def summaries(self, received: int, first: bool) -> float:
         """What arrives at a stage: block summaries and the running sum, as one payload that its layers point into."""
@@ -193,9 +216,12 @@ class Activations:
             sent = self.shard * moe.top_k * latent * self.e
             found["dispatch buffers"] = 2 * (sent + self.dispatched_tokens() * latent * self.e)
         if head:
-            rows = padded_vocab_size(self.model.vocab_size, self.model.vocab_padding_multiple, self.tp) / self.tp
+            rows, padded = self._vocabulary_rows()
             low = self.e if self.e == 2 else 0
-            found["logits in the making"] = self.tokens * rows * (low + 4)  # as computed, and a gradient
+            # Triton: the gradient, in the logits' dtype, and once more where padding is masked. Else the logits as
+            # computed, and a gradient in fp32.
+            each = self.e * (2 if padded else 1) if self.fused_loss else low + 4
+            found["logits in the making"] = self.tokens * rows * each
         if self.cuda and any(not self.model.is_full_attention(i) for i in layers):
             kda = self.model.kda
             # fla's backward makes the state before every chunk again, and its gradient.

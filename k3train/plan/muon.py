@@ -22,7 +22,7 @@ class Orthogonalization:
 
     elements: int  # under Muon on this rank
     flops: float  # of Newton-Schulz, balanced over the stage
-    sent_bytes: float  # to other ranks: pieces, and updates of the blocks that it owns
+    sent_bytes: float  # to other ranks: pieces, and updates of the blocks that it owns; the stage's mean
     exchange_bytes: float  # of buffers at a time: two rounds that arrive, one that leaves
     iteration_bytes: float  # of one round: the blocks, their update, and the iterates
 
@@ -32,29 +32,34 @@ def orthogonalization(held: Held, config: RecipeConfig, groups: Groups, kind: st
     muon, parallel = config.optim.muon, config.parallel
     runs = [run for run in held.runs if run.tensor.muon]
     elements = sum(run.length for run in runs)
-    flops, lent, largest = 0.0, 0.0, 0.0
+    flops, sent, largest = 0.0, 0.0, 0.0
     for run in runs:
         ways = _ways(run.tensor, parallel.tensor, parallel.expert_tensor)
         copies = 1 if run.tensor.expert or run.tensor.cut is not None else parallel.tensor
+        replicas = groups.expert_data if run.tensor.expert else groups.data
         shapes = _shapes(run)
         period = sum(rows * columns for rows, columns in shapes)
         for rows, columns in shapes:
             whole = (rows, columns * ways) if run.tensor.cut_columns else (rows * ways, columns)
             largest = max(largest, rows * columns * ways)
-            flops += run.length / period * orthogonalize_flops(*whole, muon.steps) / ways / copies
-        split = run.length - _whole_elements(run, ways, copies)
-        holders = max(2.0, period * ways / run.length)  # one of which owns the block and keeps its own piece
-        lent += split * (1 - 1 / holders)
-    if not config.parallel.distributed_optimizer:
-        flops /= groups.data  # every rank holds everything, and one of them computes for all
-        lent = elements * (1 - 1 / max(1, groups.data))
+            once = run.length / period * orthogonalize_flops(*whole, muon.steps) / ways / copies
+            flops += once if parallel.distributed_optimizer else once / replicas
+        if parallel.distributed_optimizer:
+            split = run.length - _whole_elements(run, ways, copies)
+            holders = max(2.0, period * ways / run.length)  # one of which owns the block and keeps its own piece
+            sent += 2 * split * (1 - 1 / holders)
+        else:
+            # Every rank holds its part of all blocks. Other parts of a block travel to its owner once, and its update
+            # to all who hold some of it.
+            same = replicas * copies
+            sent += run.length * ((1 - 1 / ways) / same + 1 - 1 / (ways * same))
     collected = 4.0 * max(largest, min(muon.exchange_mib * 2**18, float(elements)))
     low = newton_schulz_precision(muon, kind) == "bf16"
-    travel = lent > 0
+    travel = sent > 0
     return Orthogonalization(
         elements=elements,
         flops=flops,
-        sent_bytes=2 * 4.0 * lent,
+        sent_bytes=4.0 * sent,
         exchange_bytes=3 * collected if travel else 0.0,
         iteration_bytes=collected * (3 + (1.5 if low else 3)) if elements else 0.0,
     )

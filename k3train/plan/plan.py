@@ -11,6 +11,7 @@ from k3train.config.rules_parallel import least_world_size
 from k3train.config.schema import RecipeConfig
 from k3train.config.validate import validate
 from k3train.errors import UserError
+from k3train.optim.muon import newton_schulz_precision
 from k3train.plan.inventory import Inventory, take_inventory
 from k3train.plan.memory import GIB, RankMemory, rank_memory
 from k3train.plan.step import StepPlan, plan_step
@@ -74,12 +75,15 @@ def check_plannable(config: RecipeConfig, cluster: ClusterConfig, world_size: in
     validate(config, world_size)
     if config.engine != "megatron":
         raise refuse(config, "engine", "is not planned: ZeRO stages are DeepSpeed's", "megatron", "engine=megatron")
-    peak = getattr(cluster.peak_tflops, config.train.precision)
-    if not peak:
-        raise UserError(
-            f"train.precision={config.train.precision} needs cluster.peak_tflops.{config.train.precision}, which is 0"
-            f" for {cluster.name}; allowed: more than 0; try cluster.peak_tflops.{config.train.precision}=..."
-        )
+    wanted = {"train.precision": config.train.precision}
+    if config.optim.name == "muon":
+        wanted["optim.muon.precision"] = newton_schulz_precision(config.optim.muon, cluster.kind)
+    for key, form in wanted.items():
+        if not getattr(cluster.peak_tflops, form):
+            raise UserError(
+                f"{key}={form} needs cluster.peak_tflops.{form}, which is 0 for {cluster.name}; allowed: more than 0;"
+                f" try cluster.peak_tflops.{form}=..."
+            )
 
 
 def make_plan(

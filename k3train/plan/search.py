@@ -24,7 +24,7 @@ from k3train.plan.schedule import uniform_time
 from k3train.plan.work import ZERO, Practice, Work
 
 TENSOR, PIPELINE, VIRTUAL = (1, 2, 4, 8), (1, 2, 3, 4, 6, 8, 12, 16, 24, 32), (1, 2, 3, 4)
-MOST_FULL_PLANS = 60  # of the most promising layouts, when the first ones do not fit
+MOST_FULL_PLANS = 60  # of the fastest layouts, when the first ones do not fit; then the leanest come first
 
 
 @dataclass(frozen=True)
@@ -125,9 +125,10 @@ def search(
     fitting: list[Plan] = []
     nearest: Plan | None = None
     least = min(found, key=lambda c: c.gib, default=None)
-    for candidate in (hopeful or ([least] if least else []))[:MOST_FULL_PLANS]:
+    leanest = sorted(hopeful[MOST_FULL_PLANS:], key=lambda c: c.gib)
+    for number, candidate in enumerate((hopeful[:MOST_FULL_PLANS] + leanest) or ([least] if least else [])):
         # The rough order is near the final one; a few more than asked for are planned in full.
-        if len(fitting) >= top + 5:
+        if len(fitting) >= top + 5 or (fitting and number == MOST_FULL_PLANS):
             break
         plan = make_plan(candidate.config, cluster, inventory, world_size)
         if plan.fits:

@@ -6,7 +6,8 @@ from dataclasses import dataclass, field
 
 from k3train.config.cluster import ClusterConfig
 from k3train.config.rules_parallel import data_parallel_size
-from k3train.config.schema import RecipeConfig
+from k3train.config.schema import ParallelConfig, RecipeConfig
+from k3train.optim.muon import newton_schulz_precision
 from k3train.parallel.stages import traffic_of
 from k3train.plan.activations import Activations
 from k3train.plan.links import Links
@@ -119,11 +120,19 @@ def _own(rank: int, parallel: object) -> range:
     return range(rank, parallel.pipeline * parallel.virtual_pipeline, parallel.pipeline)
 
 
-def _split_elements(memory: RankMemory) -> tuple[float, float]:
-    """Gradient elements of one rank: of everything but experts, and of experts."""
-    elements = memory.held.gradients / 4
+def _shared(config: RecipeConfig, groups: Groups, memory: RankMemory) -> list[tuple[float, int, int]]:
+    """Gradient elements of one rank, over how many ranks they are reduced, and how far apart those are.
+
+    First of everything but experts, then of experts.
+    """
+    p, elements = config.parallel, memory.held.gradients / 4
     experts = min(elements, memory.held.expert_parameters)
-    return elements - experts, experts
+    return [(elements - experts, groups.data, p.tensor), (experts, groups.expert_data, p.expert * p.expert_tensor)]
+
+
+def _rounds(parallel: ParallelConfig) -> int:
+    """How often gradients travel: the distributed optimizer scatters their sums; without it an all-reduce does both."""
+    return 1 if parallel.distributed_optimizer else 2
 
 
 def _after(
@@ -140,23 +149,21 @@ def _after(
     bandwidth = cluster.memory_gbs * 1e9 * cluster.efficiency.memory
     reduce = gather = update = iterate = exchange = 0.0
     element = 2 if train.precision == "bf16" else 4
-    low = cluster.peak_tflops.bf16 if cluster.kind == "cuda" else cluster.peak_tflops.fp32
+    rate = getattr(cluster.peak_tflops, newton_schulz_precision(config.optim.muon, cluster.kind))
     for rank in memory:
-        dense, experts = _split_elements(rank)
-        spread = [(dense, groups.data, p.tensor), (experts, groups.expert_data, p.expert * p.expert_tensor)]
-        rounds = 1 if p.distributed_optimizer else 2  # an all-reduce is both halves
-        reduce = max(
-            reduce, rounds * sum(links.gather(practice.gradient_bytes * n, r, stride) for n, r, stride in spread)
-        )
+        shared = _shared(config, groups, rank)
+        once = sum(links.gather(practice.gradient_bytes * n, ranks, stride) for n, ranks, stride in shared)
+        reduce = max(reduce, _rounds(p) * once)
         if p.distributed_optimizer:
-            gather = max(gather, sum(links.gather(element * n, ranks, stride) for n, ranks, stride in spread))
+            gather = max(gather, sum(links.gather(element * n, ranks, stride) for n, ranks, stride in shared))
         muon = orthogonalization(rank.held, config, groups, cluster.kind)
         own = sum(run.length for run in rank.held.runs)
         moved = muon.elements * _MUON_PASSES + (own - muon.elements) * _ADAMW_PASSES + 8 * rank.held.gradients / 4
         update = max(update, moved / bandwidth)
         if muon.flops:
-            iterate = max(iterate, muon.flops / (low * 1e12 * cluster.efficiency.matmul))
-            exchange = max(exchange, links.gather(muon.sent_bytes, 2, max(1, groups.data // 2)))
+            iterate = max(iterate, muon.flops / (rate * 1e12 * cluster.efficiency.matmul))
+        if muon.sent_bytes:
+            exchange = max(exchange, links.send(muon.sent_bytes, links.stays_fast(groups.data, p.tensor)))
     found, hidden = {"optimizer": update}, {}
     found |= {"Newton-Schulz": iterate, "Muon's exchange": exchange}
     found["router counts"] = _router_counts(config, links, groups, memory)
@@ -206,11 +213,11 @@ def _volumes(
         add("pipeline", count * sent, links.stage_is_near)
     element = 2 if config.train.precision == "bf16" else 4
     for rank in memory[:1] if p.pipeline == 1 else [max(memory, key=lambda m: m.held.gradients)]:
-        dense, experts = _split_elements(rank)
-        for n, ranks, stride in ((dense, groups.data, p.tensor), (experts, groups.expert_data, p.expert)):
-            share = (ranks - 1) / ranks
-            add("gradient reduction", 4 * n * share, links.stays_fast(ranks, stride))
-            add("parameter gathering", element * n * share, links.stays_fast(ranks, stride))
+        for n, ranks, stride in _shared(config, groups, rank):
+            sent, fast = n * (ranks - 1) / ranks, links.stays_fast(ranks, stride)
+            add("gradient reduction", _rounds(p) * work.practice.gradient_bytes * sent, fast)
+            if p.distributed_optimizer:
+                add("parameter gathering", element * sent, fast)
         muon = orthogonalization(rank.held, config, groups, links.cluster.kind)
         if muon.sent_bytes:
             add("Muon's exchange", muon.sent_bytes, links.stays_fast(groups.data, p.tensor))

@@ -38,8 +38,11 @@ def storage_of(inventory: Inventory, cluster: ClusterConfig) -> Storage:
 
 
 def export_bytes(inventory: Inventory, vision: float = 0.0) -> float:
-    """Of a Hugging Face folder like the published one; `vision` parameters in bf16 besides."""
-    return sum(_numel(t) * _published(t) for t in inventory.tensors) + 2 * vision
+    """Of a Hugging Face folder like the published one; `vision` parameters in bf16 besides.
+
+    Multi-token prediction stays behind, for the published layout has none.
+    """
+    return sum(_numel(t) * _published(t) for t in inventory.tensors if t.part != "mtp") + 2 * vision
 
 
 def _published(tensor: Tensor) -> float:

@@ -7,6 +7,7 @@ from typing import Any
 
 from k3train.config.parameters import parameter_count
 from k3train.config.schema import RecipeConfig
+from k3train.plan.links import Links
 from k3train.plan.memory import GIB, MIB
 from k3train.plan.plan import Plan
 from k3train.plan.storage import VISION_PARAMETERS, export_bytes
@@ -72,7 +73,7 @@ def time_table(plan: Plan) -> list[list[str]]:
 
 def volume_table(plan: Plan) -> list[list[str]]:
     """GiB that the busiest rank sends in a step."""
-    fast = f"inside {plan.cluster.fast_domain} devices"
+    fast = f"inside {Links(plan.cluster, plan.config.parallel, plan.world_size).domain} devices"
     rows = [["GiB sent by a rank in a step", fast, "over the network"]]
     for name, volume in plan.step.volumes.items():
         rows.append([name, f"{volume.fast / GIB:,.3f}", f"{volume.network / GIB:,.3f}"])
@@ -91,6 +92,7 @@ def summary(plan: Plan) -> str:
         *(rollouts if config.stage.name == "rl" else []),
         f"layout      {layout_name(config, plan.world_size)}; {step.micro_batches} micro-batches of "
         f"{config.train.micro_batch_size} x {config.train.seq_length:,} tokens a step",
+        *_placement(plan),
         f"model       {_count(count['total'])} parameters, {_count(count['active'])} active",
         f"memory      {room}: {'fits' if plan.fits else 'DOES NOT FIT'}",
         f"step        {_duration(step.seconds)} for {step.tokens_per_step:,} tokens; pipeline ranks wait "
@@ -111,6 +113,17 @@ def summary(plan: Plan) -> str:
     if step.volumes:
         lines += ["", table(volume_table(plan))]
     return "\n".join(lines)
+
+
+def _placement(plan: Plan) -> list[str]:
+    """Where ranks leave devices idle so that groups lie within domains."""
+    links = Links(plan.cluster, plan.config.parallel, plan.world_size)
+    if not links.idle:
+        return []
+    domains, size = -(-plan.world_size // links.domain), plan.cluster.fast_domain
+    return [
+        f"placement   {links.domain} ranks in each of {domains:,} domains of {size} devices, {links.idle} of them idle"
+    ]
 
 
 def _count(number: float) -> str:
@@ -135,6 +148,7 @@ def plain(plan: Plan) -> dict[str, Any]:
         "cluster": plan.cluster.name,
         "device": plan.cluster.device,
         "devices": plan.world_size,
+        "idle_devices_a_domain": Links(plan.cluster, p, plan.world_size).idle,
         "layout": {
             **{k: getattr(p, k) for k in ("tensor", "context", "pipeline", "virtual_pipeline", "expert")},
             "expert_tensor": p.expert_tensor,

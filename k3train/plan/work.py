@@ -13,6 +13,7 @@ from k3train.config.cluster import ClusterConfig
 from k3train.config.layer_costs import mixer_flops
 from k3train.config.parameters import kda_parameters, mla_parameters
 from k3train.config.schema import RecipeConfig
+from k3train.plan.activations import fused_loss
 from k3train.plan.links import Links
 
 # fla's KDA forward moves this many times its inputs and output over the memory bus in the time it takes: from 2.327 ms
@@ -148,7 +149,10 @@ class Work:
         return Seconds(there + back + extra, there + back + extra)
 
     def mixture(self, layer: int) -> Seconds:
-        """The two residual mixtures of a decoder layer; the backward mixes again (or its layer does)."""
+        """The two residual mixtures of a decoder layer.
+
+        The backward mixes again, on its own or with its layer, and then moves the sources twice.
+        """
         residual = self.model.attention_residual
         if not residual.enabled:
             return ZERO
@@ -210,8 +214,11 @@ class Work:
         """Final norm, logits and cross-entropy."""
         t, h, vocab = self.tokens / self.tp, self.model.hidden_size, self.model.vocab_size
         form = "fp32" if self.practice.format == "fp32" else "bf16"
+        # Triton reads the logits once forward; backward it reads them again and writes their gradient. In PyTorch they
+        # are widened to fp32, and their exponentials written.
+        logit = self.e if fused_loss(self.config, self.cluster.kind) else 3 * 4
         return {
-            "head": self._product(2 * h * vocab * t, "matmul", form) + self._moved(t * (3 * vocab * 4 + 4 * h * self.e))
+            "head": self._product(2 * h * vocab * t, "matmul", form) + self._moved(t * (vocab * logit + 4 * h * self.e))
         }
 
     def prediction(self) -> dict[str, Seconds]:
@@ -233,7 +240,8 @@ class Work:
 
         def add(parts: dict[str, Seconds], again: float) -> None:
             for name, seconds in parts.items():
-                whole = replace(seconds, backward=seconds.backward + again * seconds.forward)
+                more = 0.0 if name == "residual mixture" else again  # whose backward mixes again in any case
+                whole = replace(seconds, backward=seconds.backward + more * seconds.forward)
                 found[name] = found.get(name, ZERO) + whole
 
         for index in layers:

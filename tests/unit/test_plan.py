@@ -110,3 +110,31 @@ def test_the_command_says_what_does_not_fit(
     assert told.count("\n") == 1
     assert main(["plan", "recipe=pretrain/k3-tiny", "cluster=cup"]) == 2
     assert "try cluster=cpu" in capsys.readouterr().err
+
+
+def test_search_goes_on_where_the_fastest_do_not_fit(single_rank: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The layouts beyond those planned in full are tried too before none is said to fit."""
+    from k3train.plan import search as module
+    from k3train.plan.inventory import take_inventory
+
+    config = load_recipe(["recipe=pretrain/k3-tiny"])
+    inventory, cluster = take_inventory(config), load_cluster("cpu", {})
+    plans, _, _ = module.search(config, cluster, inventory, 4, 500)
+    leanest = min(plan.fullest.total for plan in plans) / GIB
+    tight = load_cluster("cpu", {"memory_gib": f"{leanest * 1.001 + cluster.reserved_gib}"})
+    monkeypatch.setattr(module, "MOST_FULL_PLANS", 1)
+    found, _, nearest = module.search(config, tight, inventory, 4, 3)
+    assert nearest is not None  # the fastest was planned, and does not fit
+    assert found
+    assert found[0].fits
+
+
+def test_multi_token_prediction_is_not_exported(single_rank: None) -> None:
+    from k3train.plan.inventory import take_inventory
+    from k3train.plan.storage import export_bytes
+
+    with_mtp, without = (
+        export_bytes(take_inventory(load_recipe(["recipe=pretrain/k3-tiny", f"model.mtp.num_layers={n}"])))
+        for n in (1, 0)
+    )
+    assert with_mtp == without

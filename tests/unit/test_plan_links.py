@@ -1,0 +1,106 @@
+"""Who sends how much to whom over which link."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from k3train.config.load import load_recipe
+from k3train.config.rules_cluster import load_cluster
+from k3train.config.schema import ParallelConfig
+from k3train.plan.links import Links
+
+RACK = load_cluster("gb200-nvl72", {})
+
+
+@pytest.mark.parametrize(
+    ("layout", "world_size", "domain", "near"),
+    [
+        ({"expert": 64}, 1024, 64, True),  # packed 72 a rack, the second group would lie across two racks
+        ({"expert": 36}, 720, 72, True),
+        ({"expert": 64}, 64, 72, True),  # one rack holds all
+        ({"tensor": 8}, 1024, 72, True),
+        ({"tensor": 16, "expert": 8}, 1024, 64, True),
+        ({"expert": 128}, 1024, 64, False),
+    ],
+)
+def test_groups_lie_within_a_rack_or_go_over_the_network(
+    layout: dict[str, int], world_size: int, domain: int, near: bool
+) -> None:
+    links = Links(RACK, ParallelConfig(**layout), world_size)
+    assert (links.domain, links.idle) == (domain, 72 - domain)
+    _, _, network = links.split_all_to_all(1.0, 8, False)
+    assert (network == 0) == near
+    if world_size > 72:
+        assert all(links.domain % span == 0 for span in range(1, 73) if links.stays_fast(span, 1))
+
+
+def test_a_plan_says_what_stays_idle(single_rank: None) -> None:
+    from k3train.plan.plan import make_plan
+    from k3train.plan.text import plain, summary
+
+    config = load_recipe(["recipe=pretrain/k3-tiny", "parallel.world_size=16", "train.global_batch_size=64"])
+    tight = load_cluster("cpu", {"fast_domain": "3"})
+    plan = make_plan(config, tight)
+    assert "placement   2 ranks in each of 8 domains of 3 devices, 1 of them idle" in summary(plan)
+    assert plain(plan)["idle_devices_a_domain"] == 1
+    assert "placement" not in summary(make_plan(config, load_cluster("cpu", {})))
+
+
+def test_muons_exchange_takes_its_bytes_over_the_link(single_rank: None) -> None:
+    """Newton-Schulz runs at the peak of its own precision; what a rank sends takes its whole size."""
+    from k3train.plan.muon import orthogonalization
+    from k3train.plan.plan import make_plan
+    from k3train.plan.sharding import Groups
+
+    words = ["recipe=pretrain/k3-tiny", "optim=muon", "parallel=single", "parallel.world_size=4"]
+    cluster = load_cluster("cpu", {"latency_us": "0", "peak_tflops.bf16": "0.16"})
+    low, high = (make_plan(load_recipe([*words, f"optim.muon.precision={form}"]), cluster) for form in ("bf16", "fp32"))
+    muon = orthogonalization(low.memory[0].held, low.config, Groups.of(low.config, 4), "cpu")
+    assert low.step.after["Muon's exchange"] == pytest.approx(muon.sent_bytes / (cluster.fast_gbs * 1e9 * 0.75))
+    assert high.step.after["Newton-Schulz"] == pytest.approx(2 * low.step.after["Newton-Schulz"])
+
+
+def test_muons_exchange_spans_the_whole_stage(single_rank: None) -> None:
+    """4 data-parallel ranks, 2 tensor-parallel ranks apart, do not share a domain of 4."""
+    from k3train.plan.plan import make_plan
+
+    words = ["recipe=pretrain/k3-tiny", "optim=muon", "parallel=single", "parallel.tensor=2", "parallel.world_size=8"]
+    cluster = load_cluster("cpu", {"latency_us": "0", "fast_domain": "4"})
+    step = make_plan(load_recipe(words), cluster).step
+    volume = step.volumes["Muon's exchange"]
+    assert volume.fast == 0
+    assert step.after["Muon's exchange"] == pytest.approx(volume.network / (cluster.network_gbs * 1e9 * 0.75))
+
+
+def test_without_the_distributed_optimizer_gradients_travel_twice_and_parameters_never(single_rank: None) -> None:
+    from k3train.plan.plan import make_plan
+
+    words = ["recipe=pretrain/k3-tiny", "optim=muon", "parallel=single", "parallel.world_size=4"]
+    cluster = load_cluster("cpu", {})
+    whole, sharded = (
+        make_plan(load_recipe([*words, f"parallel.distributed_optimizer={on}"]), cluster) for on in ("false", "true")
+    )
+    held = whole.memory[0].held
+    assert "parameter gathering" not in whole.step.volumes
+    assert "parameter gathering" in sharded.step.volumes
+    assert whole.step.volumes["gradient reduction"].fast == pytest.approx(2 * held.gradients * 3 / 4)
+    # Every rank orthogonalizes a quarter, and sends its updates to three others.
+    muon = sum(run.length for run in held.runs if run.tensor.muon)
+    assert whole.step.volumes["Muon's exchange"].fast == pytest.approx(4 * muon * 3 / 4)
+
+
+def test_experts_are_reduced_over_one_kind_of_link(single_rank: None) -> None:
+    """2 ranks hold the same experts, EP2 x ETP2 apart: 8 ranks, so a domain of 4 does not hold them."""
+    from k3train.plan.sharding import Groups
+    from k3train.plan.step import _shared
+
+    config = load_recipe(["recipe=pretrain/k3-tiny", "parallel=single"])
+    config.parallel = replace(config.parallel, tensor=2, expert=2, expert_tensor=2)
+    from k3train.plan.inventory import take_inventory
+    from k3train.plan.memory import rank_memory
+
+    memory = rank_memory(take_inventory(config), config, load_cluster("cpu", {}), 8, 0)
+    (_, data, near), (_, copies, far) = _shared(config, Groups.of(config, 8), memory)
+    assert (data, near, copies, far) == (4, 2, 2, 4)
