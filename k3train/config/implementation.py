@@ -17,6 +17,26 @@ def read_here(model: ModelConfig, kernels: str = "auto") -> None:
     model.mtp.num_layers = 0
 
 
+def is_installed(package: str) -> bool:
+    """Whether a package, by the name that pip knows it by, could be imported."""
+    return importlib.util.find_spec(package.replace("-", "_")) is not None
+
+
+def need_on_cuda(key: str, asked: str, package: str, device_kind: str, allowed: str) -> None:
+    """Refuse `key`=`asked` where it cannot run: it needs `package`, and a CUDA device.
+
+    Raises:
+        UserError: either is missing.
+    """
+    if device_kind == "cuda" and is_installed(package):
+        return
+    lacking = f"{package} is not installed" if device_kind == "cuda" else "this run is on the CPU"
+    raise UserError(
+        f"{key}={asked} needs a CUDA device and the package {package}, but {lacking}; allowed here: {allowed};"
+        f" try {key}=auto"
+    )
+
+
 def resolve_transformer_impl(asked: str, device_kind: str, precision: str) -> str:
     """`parallel.transformer_impl` (auto, local, te) to `local` or `te`.
 
@@ -26,15 +46,11 @@ def resolve_transformer_impl(asked: str, device_kind: str, precision: str) -> st
     Raises:
         UserError: Transformer Engine is asked for and is not installed, or there is no CUDA device.
     """
-    installed = importlib.util.find_spec("transformer_engine") is not None
-    if asked == "te" and (device_kind != "cuda" or not installed):
-        lacking = "transformer-engine is not installed" if device_kind == "cuda" else "this run is on the CPU"
-        raise UserError(
-            f"parallel.transformer_impl=te needs a CUDA device and the package transformer-engine, but {lacking}; "
-            "allowed here: auto, local; try parallel.transformer_impl=auto"
-        )
+    if asked == "te":
+        need_on_cuda("parallel.transformer_impl", asked, "transformer-engine", device_kind, "auto, local")
     if asked == "auto":
-        return "te" if device_kind == "cuda" and precision == "bf16" and installed else "local"
+        fits = device_kind == "cuda" and precision == "bf16"
+        return "te" if fits and is_installed("transformer-engine") else "local"
     return asked
 
 
@@ -46,13 +62,8 @@ def resolve_kernels(asked: str, device_kind: str) -> str:
     Raises:
         UserError: Triton is asked for and is not installed, or there is no CUDA device.
     """
-    installed = importlib.util.find_spec("triton") is not None
-    if asked == "triton" and (device_kind != "cuda" or not installed):
-        lacking = "triton is not installed" if device_kind == "cuda" else "this run is on the CPU"
-        raise UserError(
-            f"model.kernels=triton needs a CUDA device and the package triton, but {lacking}; allowed here: auto,"
-            " torch, reference; try model.kernels=auto"
-        )
+    if asked == "triton":
+        need_on_cuda("model.kernels", asked, "triton", device_kind, "auto, torch, reference")
     if asked == "auto":
-        return "triton" if device_kind == "cuda" and installed else "torch"
+        return "triton" if device_kind == "cuda" and is_installed("triton") else "torch"
     return asked

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import importlib.util
-
+from k3train.config.implementation import is_installed, need_on_cuda
 from k3train.config.quant import FORMATS, MODULES
 from k3train.config.rules import check_choice, listed, nearest_multiple, refuse, value_at
 from k3train.config.schema import RecipeConfig
-from k3train.errors import UserError
 
 RULES = ("round_up", "floor", "nearest")
 BACKENDS = ("auto", "torch", "triton", "te")
@@ -99,21 +97,10 @@ def resolve_quant_backend(asked: str, device_kind: str) -> str:
         UserError: what is asked for is not there.
     """
     if asked == "te":
-        installed = importlib.util.find_spec("transformer_engine") is not None
-        if device_kind != "cuda" or not installed:
-            lacking = "transformer-engine is not installed" if device_kind == "cuda" else "this run is on the CPU"
-            raise UserError(
-                f"quant.backend=te needs a CUDA device and the package transformer-engine, but {lacking}; allowed here:"
-                f" {'auto, torch, triton' if device_kind == 'cuda' else 'auto, torch'}; try quant.backend=auto"
-            )
-        return "te"
-    has_triton = importlib.util.find_spec("triton") is not None
-    if asked == "triton" and (device_kind != "cuda" or not has_triton):
-        lacking = "triton is not installed" if device_kind == "cuda" else "this run is on the CPU"
-        raise UserError(
-            f"quant.backend=triton needs a CUDA device and the package triton, but {lacking}; allowed here: auto,"
-            " torch; try quant.backend=auto"
-        )
+        allowed = "auto, torch, triton" if device_kind == "cuda" else "auto, torch"
+        need_on_cuda("quant.backend", asked, "transformer-engine", device_kind, allowed)
+    if asked == "triton":
+        need_on_cuda("quant.backend", asked, "triton", device_kind, "auto, torch")
     if asked == "auto":
-        return "triton" if device_kind == "cuda" and has_triton else "torch"
+        return "triton" if device_kind == "cuda" and is_installed("triton") else "torch"
     return asked

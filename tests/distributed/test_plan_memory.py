@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from kept_by_autograd import kept_storages, total_bytes
 from pool import WorkerPool
 from test_layouts_basic import recipe
 
@@ -106,20 +107,12 @@ def kept_by_all(rank: int, world_size: int, layouts: list[dict[str, Any]]) -> li
         config = config_of(layout)
         start_model_parallel(config.parallel)
         (model,), _ = build_chunks(config)
-        weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
-        kept: dict[int, torch.UntypedStorage] = {}
-
-        def pack(tensor: torch.Tensor, weights: set = weights, kept: dict = kept) -> torch.Tensor:
-            if tensor.untyped_storage().data_ptr() not in weights:
-                kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage()
-            return tensor
-
         shape = (config.train.micro_batch_size, config.train.seq_length)
         seed = parallel_state.get_data_parallel_rank()  # tensor-parallel ranks see the same tokens
         tokens = torch.randint(0, config.model.vocab_size, shape, generator=torch.Generator().manual_seed(seed))
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        with kept_storages(model) as kept:
             model(tokens, Packing.whole_rows(*shape), tokens, torch.ones(shape)).loss.sum()
-        found.append(sum(storage.nbytes() for storage in kept.values()))
+        found.append(total_bytes(kept))
     return found
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from kept_by_autograd import kept_storages, total_bytes
 
 from k3train.config.load import load_recipe
 from k3train.config.schema import RecipeConfig
@@ -16,22 +17,13 @@ def kept_bytes(config: RecipeConfig) -> int:
 
     (model,), _ = build_chunks(config)
     model.train()
-    weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
-    kept: dict[int, torch.UntypedStorage] = {}
-
-    def pack(tensor: torch.Tensor) -> torch.Tensor:
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in weights:
-            kept[storage.data_ptr()] = storage
-        return tensor
-
     shape = (config.train.micro_batch_size, config.train.seq_length)
     tokens = torch.randint(0, config.model.vocab_size, shape)
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+    with kept_storages(model) as kept:
         out = model(tokens, Packing.whole_rows(*shape), tokens, torch.ones(shape))
         loss = out.loss.sum() + (0 if out.mtp_loss is None else out.mtp_loss.sum())
     assert loss.requires_grad
-    return sum(storage.nbytes() for storage in kept.values())
+    return total_bytes(kept)
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import pytest
 import torch
 from k3kernels import mx
 
-from k3train.config import rules_quant
+from k3train.config import implementation
 from k3train.config.load import load_recipe
 from k3train.config.quant import QuantConfig, policy_in_force, said_change
 from k3train.config.rules_quant import check_quant, resolve_quant_backend
@@ -89,13 +89,13 @@ class TestBackends:
             resolve_quant_backend("te", "cpu")
         with pytest.raises(UserError, match=r"quant.backend=triton needs a CUDA device .* this run is on the CPU"):
             resolve_quant_backend("triton", "cpu")
-        monkeypatch.setattr(rules_quant.importlib.util, "find_spec", lambda name: None)
+        monkeypatch.setattr(implementation.importlib.util, "find_spec", lambda name: None)
         with pytest.raises(UserError, match="transformer-engine is not installed"):
             resolve_quant_backend("te", "cuda")
         with pytest.raises(UserError, match="triton is not installed"):
             resolve_quant_backend("triton", "cuda")
         assert resolve_quant_backend("auto", "cuda") == "torch"
-        monkeypatch.setattr(rules_quant.importlib.util, "find_spec", lambda name: object())
+        monkeypatch.setattr(implementation.importlib.util, "find_spec", lambda name: object())
         assert resolve_quant_backend("auto", "cuda") == "triton"
         assert resolve_quant_backend("auto", "cpu") == "torch"
         assert resolve_quant_backend("te", "cuda") == "te"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from kept_by_autograd import kept_storages, total_bytes
 
 from k3train.config.model import AttentionResidualConfig, KDAConfig, MLAConfig, ModelConfig, MoEConfig
 from k3train.config.schema import RecipeConfig
@@ -32,20 +33,11 @@ def saved_bytes(enabled: bool, num_layers: int, block_size: int = 3) -> int:
     from k3train.model.packing import Packing
 
     (model,), _ = build_chunks(recipe(enabled, num_layers, block_size))
-    weights = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
-    kept: dict[int, torch.UntypedStorage] = {}
-
-    def pack(tensor: torch.Tensor) -> torch.Tensor:
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in weights:
-            kept[storage.data_ptr()] = storage
-        return tensor
-
     stream = torch.randn(TOKENS, 1, HIDDEN, requires_grad=True)
     packing = Packing.whole_rows(1, TOKENS)
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+    with kept_storages(model) as kept:
         out = model.decoder(stream, packing)
-    total = sum(storage.nbytes() for storage in kept.values())
+    total = total_bytes(kept)
     out.sum().backward()
     return total
 
