@@ -76,6 +76,11 @@ class ExpertLoan:
         for buffer in self._buffers:
             buffer.untyped_storage().resize_(0)
 
+    @property
+    def bytes(self) -> int:
+        """Memory that the borrowed weights take now."""
+        return sum(buffer.untyped_storage().nbytes() for buffer in self._buffers)
+
     def fetch_again(self) -> None:
         """Begin to fill the dropped buffers."""
         for buffer, size in zip(self._buffers, self._sizes):

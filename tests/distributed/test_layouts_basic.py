@@ -111,6 +111,9 @@ def train(
         update_router_bias(models)
         out["bias"].append({n: b.clone() for c in chunks for n, b in c.named_buffers() if n.endswith("selection_bias")})
     out.update(dispatch_metrics(models, config, torch.device("cpu")))
+    if config.parallel.overlap_param_gather:  # the next forward would fetch what other ranks have updated
+        for model in models:
+            model.start_param_sync(force_sync=True)
     out["parameters"] = shards(chunks, config, lambda p: p.detach())
     return out
 
