@@ -38,6 +38,10 @@ class DispatchLoad:
         self.most_redundant = max(self.most_redundant, *borrowed)
         self.most_uneven, self.most_plain = max(self.most_uneven, uneven), max(self.most_plain, plain)
 
+    def reset(self) -> None:
+        """Begin a step."""
+        vars(self).update(vars(DispatchLoad()))
+
 
 def pool_loads(loads: Iterable[DispatchLoad], device: torch.device) -> dict[str, float]:
     """The loads of every layer, micro-batch and rank as metrics, on every rank; the loads are then reset.
@@ -51,7 +55,7 @@ def pool_loads(loads: Iterable[DispatchLoad], device: torch.device) -> dict[str,
         sums += torch.tensor([load.plans, load.redundant, load.uneven, load.plain], dtype=torch.float64, device=device)
         highest = [load.most_redundant, load.most_uneven, load.most_plain]
         most = torch.maximum(most, torch.tensor(highest, dtype=torch.float64, device=device))
-        load.__init__()
+        load.reset()
     dist.all_reduce(sums)
     dist.all_reduce(most, op=dist.ReduceOp.MAX)
     plans, *totals = sums.tolist()
