@@ -37,8 +37,8 @@ def offsets(skew: float | str, experts: int, ranks: int) -> np.ndarray:
     return float(skew) * np.random.default_rng(0).standard_normal(experts)
 
 
-def measure(rank: int, port: int, skew: float | str, steps: int, answers: Any) -> None:
-    """One rank: steps of a layer, plain and balanced in turn; the first rank answers with what all of them took."""
+def measure(rank: int, port: int, steps: int, answers: Any) -> None:
+    """One rank: under each skew steps of a layer, plain and balanced in turn; the first rank answers for all."""
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(RANKS), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(RANKS))
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     import torch
@@ -47,36 +47,31 @@ def measure(rank: int, port: int, skew: float | str, steps: int, answers: Any) -
     from k3train import platform
 
     platform.start("cpu", 1)
-    layers = {balanced: make_layer(skew, balanced) for balanced in (False, True)}
     generator = torch.Generator().manual_seed(rank)
     x = torch.randn(TOKENS, 1, HIDDEN, generator=generator).requires_grad_()
-    wall: dict[bool, list[float]] = {False: [], True: []}
-    cpu: dict[bool, list[float]] = {False: [], True: []}
-    for step in range(steps + 1):
-        for balanced, layer in layers.items():
-            dist.barrier()
-            started, used = time.perf_counter(), time.process_time()
-            layer(x)[0].square().sum().backward()
-            own = time.process_time() - used
-            dist.barrier()
-            if step:  # the first one warms up
-                wall[balanced].append(time.perf_counter() - started)
-                cpu[balanced].append(own)
-    mine = [statistics.median(cpu[balanced]) for balanced in (False, True)]
-    table = torch.empty(RANKS * 2, dtype=torch.float64)
-    dist.all_gather_into_tensor(table, torch.tensor(mine, dtype=torch.float64))
-    if rank == 0:
-        load = layers[True].token_dispatcher.load
-        answers.put(
-            {
-                "plain": load.plain / load.plans,
-                "balanced": load.uneven / load.plans,
-                "redundant": load.redundant / load.plans,
-                "cpu": table.view(RANKS, 2).max(dim=0).values.tolist(),
-                "wall": [statistics.median(wall[balanced]) for balanced in (False, True)],
-            }
-        )
-    dist.destroy_process_group()
+    for skew in SKEWS:
+        layers = {balanced: make_layer(skew, balanced) for balanced in (False, True)}
+        wall: dict[bool, list[float]] = {False: [], True: []}
+        cpu: dict[bool, list[float]] = {False: [], True: []}
+        for step in range(steps + 1):
+            for balanced, layer in layers.items():
+                dist.barrier()
+                started, used = time.perf_counter(), time.process_time()
+                layer(x)[0].square().sum().backward()
+                own = time.process_time() - used
+                dist.barrier()
+                if step:  # the first one warms up
+                    wall[balanced].append(time.perf_counter() - started)
+                    cpu[balanced].append(own)
+        mine = [statistics.median(cpu[balanced]) for balanced in (False, True)]
+        table = torch.empty(RANKS * 2, dtype=torch.float64)
+        dist.all_gather_into_tensor(table, torch.tensor(mine, dtype=torch.float64))
+        if rank == 0:
+            load = layers[True].token_dispatcher.load
+            answer = {"skew": skew, "cpu": table.view(RANKS, 2).max(dim=0).values.tolist()}
+            answer |= {name: getattr(load, name) / load.plans for name in ("plain", "uneven", "redundant")}
+            answers.put({**answer, "wall": [statistics.median(wall[balanced]) for balanced in (False, True)]})
+    platform.stop()
 
 
 def make_layer(skew: float | str, balanced: bool) -> Any:
@@ -104,24 +99,8 @@ def make_layer(skew: float | str, balanced: bool) -> Any:
     return layer
 
 
-def run_ranks(skew: float | str, steps: int) -> dict[str, Any]:
-    """What the ranks measured under one skew."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    context = multiprocessing.get_context("spawn")
-    answers = context.Queue()
-    ranks = [context.Process(target=measure, args=(r, port, skew, steps, answers)) for r in range(RANKS)]
-    for process in ranks:
-        process.start()
-    answer = answers.get(timeout=300)
-    for process in ranks:
-        process.join()
-    return answer
-
-
 def layer_table(steps: int) -> None:
-    """Print the measured steps."""
+    """Start the ranks and print what they measure."""
     print(
         f"{RANKS} gloo ranks, {EXPERTS} experts, top-{TOP_K}, {TOKENS} tokens a rank, latent {LATENT}, width {WIDTH},"
         f" fp32: forward and backward, median of {steps}\n"
@@ -131,12 +110,22 @@ def layer_table(steps: int) -> None:
         " | balanced | ratio | wall ms, plain | balanced |"
     )
     print("|---|---|---|---|---|---|---|---|---|")
-    for skew in SKEWS:
-        r = run_ranks(skew, steps)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    context = multiprocessing.get_context("spawn")
+    answers = context.Queue()
+    ranks = [context.Process(target=measure, args=(r, port, steps, answers), daemon=True) for r in range(RANKS)]
+    for process in ranks:
+        process.start()
+    for _ in SKEWS:
+        r = answers.get(timeout=300)
         (plain, balanced), (wall, wall_balanced) = ([1e3 * s for s in r[key]] for key in ("cpu", "wall"))
-        cells = [f"{r['plain']:.2f}", f"{r['balanced']:.2f}", f"{r['redundant']:.2f}", f"{plain:.0f}"]
+        cells = [f"{r['plain']:.2f}", f"{r['uneven']:.2f}", f"{r['redundant']:.2f}", f"{plain:.0f}"]
         cells += [f"{balanced:.0f}", f"{plain / balanced:.2f}", f"{wall:.0f}", f"{wall_balanced:.0f}"]
-        print(f"| {skew} | {' | '.join(cells)} |", flush=True)
+        print(f"| {r['skew']} | {' | '.join(cells)} |", flush=True)
+    for process in ranks:
+        process.join()
 
 
 def plan_table() -> None:
