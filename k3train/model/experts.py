@@ -127,6 +127,8 @@ def multiply(
             parts = rows.split([int(group.sum()) for group in groups])
         made = []
         for part, stack, group in zip(parts, stacks, groups):
+            if made and not len(part):  # the first stack's weights need a gradient in any case
+                continue
             offsets = group.to(rows.device).cumsum(0).to(torch.int32)
             made.append(torch.nn.functional.grouped_mm(part, stack.transpose(1, 2), offs=offsets))
         return made[0] if len(made) == 1 else torch.cat(made)

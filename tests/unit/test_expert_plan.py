@@ -6,6 +6,7 @@ import itertools
 
 import numpy as np
 import pytest
+import torch
 
 from k3train.parallel.expert_plan import ExpertPlan, balance, chunk_order, fair_shares, most_redundant
 
@@ -152,3 +153,29 @@ def test_chunks_are_laid_out_in_another_order() -> None:
     order = chunk_order(np.array([3, 1, 0, 2]), np.array([3, 2, 0, 1]))
     assert values[order].tolist() == [3, 3, 0, 0, 0, 1]
     assert order.tolist() == [4, 5, 0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("counts", [[2, 0, 3, 1, 2], [2, 0, 3, 0, 0], [0, 0, 0, 4, 1]], ids=str)
+def test_grouped_products_equal_the_loop_over_own_and_borrowed_experts(counts: list[int], single_rank: None) -> None:
+    """bf16; the borrowed stack idle, and only that one busy, too."""
+    from k3train.model.experts import multiply
+
+    generator = torch.Generator().manual_seed(0)
+    shapes = ((sum(counts), 16), (3, 8, 16), (2, 8, 16))
+    values = [torch.randn(shape, generator=generator).bfloat16() for shape in shapes]
+    upstream = torch.randn(sum(counts), 8, generator=generator).bfloat16()
+    results = []
+    for grouped in (False, True):
+        rows, own, borrowed = (value.clone().requires_grad_() for value in values)
+        out = multiply(rows, [own, borrowed], torch.tensor(counts), grouped)
+        out.backward(upstream)
+        assert own.grad is not None  # even of experts without rows: other ranks may return gradients to them
+        results.append([out.detach(), rows.grad, own.grad, borrowed.grad])
+    matrices = torch.cat(values[1:]).repeat_interleave(torch.tensor(counts), dim=0)
+    expected = torch.stack([row @ matrix.t() for row, matrix in zip(values[0], matrices)])
+    torch.testing.assert_close(results[0][0], expected)
+    for looped, at_once in zip(*results):
+        if looped is None or at_once is None:
+            assert not any(counts[3:])
+            continue
+        torch.testing.assert_close(at_once, looped)
