@@ -1,14 +1,16 @@
 """What balancing expert-parallel ranks gives and takes under skewed routing, against plain dispatch, in one run.
 
-    python tools/bench_balanced_experts.py            # both tables
-    python tools/bench_balanced_experts.py --plans    # plans alone, at the published model's sizes
+    python tools/bench_balanced_experts.py            # all tables
+    python tools/bench_balanced_experts.py --only experts plans
 
 Routers are made to prefer experts by offsets: `skew` times a standard normal number an expert, added to the logits.
 
-The first table trains one mixture of experts on gloo ranks of this machine. Processor time of the slowest rank, not
-the wall, says what the slowest of as many devices would take: the ranks share this machine's cores. Plain and balanced
-steps take turns. The second table makes plans for 64 ranks of 14 experts with 4,096 tokens each, of counts drawn (with
-replacement) from the same popularities, without any model.
+- layer: one mixture of experts on gloo ranks of this machine, exchange and fetching included. Processor time of the
+  slowest rank, not the wall, says what the slowest of as many devices would take: the ranks share this machine's cores.
+- experts: the experts' products of the busiest rank, plain and balanced, in this process, without any exchange.
+- plans: for 64 ranks of 14 experts with 4,096 tokens each, without any model.
+
+Plain and balanced steps take turns. The last two draw counts (with replacement) from the popularities.
 """
 
 from __future__ import annotations
@@ -102,8 +104,8 @@ def make_layer(skew: float | str, balanced: bool) -> Any:
 def layer_table(steps: int) -> None:
     """Start the ranks and print what they measure."""
     print(
-        f"{RANKS} gloo ranks, {EXPERTS} experts, top-{TOP_K}, {TOKENS} tokens a rank, latent {LATENT}, width {WIDTH},"
-        f" fp32: forward and backward, median of {steps}\n"
+        f"One layer on {RANKS} gloo ranks, {EXPERTS} experts, top-{TOP_K}, {TOKENS} tokens a rank, latent {LATENT},"
+        f" width {WIDTH}, fp32: forward and backward, median of {steps}\n"
     )
     print(
         "| skew | busiest rank / mean, plain | balanced | redundant experts a rank | slowest rank's processor ms, plain"
@@ -128,6 +130,61 @@ def layer_table(steps: int) -> None:
         process.join()
 
 
+def drawn_counts(skew: float | str, ranks: int, experts: int, copies: int) -> np.ndarray:
+    """[ranks, experts]: what each rank's tokens make of `copies`, independently."""
+    popularity = np.exp(offsets(skew, experts, ranks))
+    return np.random.default_rng(1).multinomial(copies, popularity / popularity.sum(), size=ranks)
+
+
+def experts_table(steps: int) -> None:
+    """Print what the experts of the slowest rank take."""
+    import torch
+
+    from k3train.parallel.expert_plan import ExpertPlan
+
+    torch.set_num_threads(1)
+    print(
+        f"\nExperts alone: the busiest of {RANKS} ranks, {EXPERTS} experts, top-{TOP_K}, {TOKENS} tokens a rank,"
+        f" latent {LATENT}, width {WIDTH}, fp32:\nforward and backward, median of {steps}\n"
+    )
+    print("| skew | busiest rank's copies, plain | balanced | its processor ms, plain | balanced | ratio |")
+    print("|---|---|---|---|---|---|")
+    for skew in SKEWS:
+        counts = drawn_counts(skew, RANKS, EXPERTS, TOKENS * TOP_K)
+        plans = [ExpertPlan.at_home(counts), ExpertPlan.balanced(counts)]
+        # Of equally busy ranks the one with the most experts.
+        busiest = [max(range(RANKS), key=lambda r, h=p.hosted: (h[r].sum(), (h[r] > 0).sum())) for p in plans]
+        times: list[list[float]] = [[], []]
+        for step in range(steps + 1):
+            for plan, rank, took in zip(plans, busiest, times):
+                seconds = experts_seconds(plan.received(rank).sum(axis=0), plan.slots)
+                if step:  # the first one warms up
+                    took.append(seconds)
+        slowest = [1e3 * statistics.median(took) for took in times]
+        most = [int(plan.hosted[rank].sum()) for plan, rank in zip(plans, busiest)]
+        cells = [*(f"{copies:,}" for copies in most), *(f"{ms:.0f}" for ms in slowest)]
+        print(f"| {skew} | {' | '.join(cells)} | {slowest[0] / slowest[1]:.2f} |", flush=True)
+
+
+def experts_seconds(counts: np.ndarray, slots: int) -> float:
+    """Processor seconds of one rank's experts, own and borrowed, forward and backward, for these copies of each."""
+    import torch
+
+    from k3train.model.experts import multiply
+
+    own = EXPERTS // RANKS
+    stacks = [[torch.randn(n, *shape).requires_grad_() for n in (own, slots) if n] for shape in _MATRICES]
+    rows = torch.randn(int(counts.sum()), LATENT).requires_grad_()
+    sizes = torch.from_numpy(counts)
+    started = time.process_time()
+    gate, up = multiply(rows, stacks[0], sizes, False).chunk(2, dim=-1)
+    multiply(torch.nn.functional.silu(gate) * up, stacks[1], sizes, False).sum().backward()
+    return time.process_time() - started
+
+
+_MATRICES = ((2 * WIDTH, LATENT), (LATENT, WIDTH))
+
+
 def plan_table() -> None:
     """Print plans at the published model's sizes."""
     from k3train.parallel.dispatch_load import DispatchLoad
@@ -137,25 +194,23 @@ def plan_table() -> None:
     copies = K3_TOKENS * K3_TOP_K * K3_LATENT * BF16
     bound = most_redundant(K3_EXPERTS, K3_RANKS)
     print(
-        f"\n{K3_RANKS} ranks, {K3_EXPERTS} experts, top-{K3_TOP_K}, {K3_TOKENS} tokens a rank; an expert has"
+        f"\nPlans: {K3_RANKS} ranks, {K3_EXPERTS} experts, top-{K3_TOP_K}, {K3_TOKENS} tokens a rank; an expert has"
         f" {expert / 2**20:.0f} MiB in bf16, the token copies of a rank {copies / 2**20:.0f} MiB; at most {bound}"
         " redundant experts a rank\n"
     )
     print(
         "| skew | busiest rank / mean, plain | balanced | redundant experts a rank | most on a rank | weights fetched"
-        " by a rank, MiB | of the rank's token bytes | ms to plan |"
+        " by a rank, MiB | of the rank's token bytes | processor ms to plan |"
     )
     print("|---|---|---|---|---|---|---|---|")
     for skew in SKEWS:
-        popularity = np.exp(offsets(skew, K3_EXPERTS, K3_RANKS))
-        chance = np.random.default_rng(1)
-        counts = chance.multinomial(K3_TOKENS * K3_TOP_K, popularity / popularity.sum(), size=K3_RANKS)
+        counts = drawn_counts(skew, K3_RANKS, K3_EXPERTS, K3_TOKENS * K3_TOP_K)
         load, took = DispatchLoad(), []
         for _ in range(5):
-            started = time.perf_counter()
+            started = time.process_time()
             plan = ExpertPlan.balanced(counts)
             plan.sent(0), plan.received(0)
-            took.append(time.perf_counter() - started)
+            took.append(time.process_time() - started)
         load.add(plan)
         cells = [f"{load.plain:.2f}", f"{load.uneven:.2f}", f"{load.redundant:.2f}", f"{load.most_redundant}"]
         fetched = load.redundant * expert
@@ -166,12 +221,12 @@ def plan_table() -> None:
 def main() -> int:
     """Print the tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=8, help="measured steps under each skew")
-    parser.add_argument("--plans", action="store_true", help="only the plans")
+    parser.add_argument("--steps", type=int, default=6, help="measured steps under each skew")
+    tables = {"layer": layer_table, "experts": experts_table, "plans": lambda steps: plan_table()}
+    parser.add_argument("--only", nargs="+", choices=tables, default=list(tables), help="these tables alone")
     options = parser.parse_args()
-    if not options.plans:
-        layer_table(options.steps)
-    plan_table()
+    for name in options.only:
+        tables[name](options.steps)
     return 0
 
 
