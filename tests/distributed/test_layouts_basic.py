@@ -83,6 +83,7 @@ def train(
     from k3train.optim.build import build_optimizer, wrap_data_parallel
     from k3train.parallel.balance import update_router_bias
     from k3train.stages.pretrain import PretrainStage
+    from k3train.train.metrics import dispatch_metrics
     from k3train.train.step import StepRunner
 
     class Loss:
@@ -112,6 +113,10 @@ def train(
         out["grad_norm"].append(float(grad_norm))
         update_router_bias(models)
         out["bias"].append({n: b.clone() for c in chunks for n, b in c.named_buffers() if n.endswith("selection_bias")})
+    out.update(dispatch_metrics(models, config, torch.device("cpu")))
+    if config.parallel.overlap_param_gather:  # the next forward would fetch what other ranks have updated
+        for model in models:
+            model.start_param_sync(force_sync=True)
     out["parameters"] = shards(chunks, config, lambda p: p.detach())
     return out
 

@@ -119,6 +119,26 @@ WRONG = [
         "parallel.expert_tensor=2 does not divide parallel.tensor=1",
         "parallel.expert_tensor=1",
     ),
+    (
+        ["parallel.balanced_experts=true", "parallel.expert=1"],
+        "parallel.balanced_experts=true has nothing to balance",
+        "parallel.expert=2",
+    ),
+    (
+        ["parallel.balanced_experts=true", "parallel.tensor=2", "parallel.expert_tensor=2"],
+        "parallel.balanced_experts=true is not for parallel.expert_tensor=2",
+        "parallel.expert_tensor=1",
+    ),
+    (
+        ["parallel.balanced_experts=true", "model.moe.dispatcher=allgather"],
+        "parallel.balanced_experts=true plans an exchange of its own",
+        "model.moe.dispatcher=alltoall",
+    ),
+    (
+        ["parallel.balanced_experts=true", "model.moe.num_experts=0", "parallel.expert=1"],
+        "parallel.balanced_experts=true needs experts",
+        "parallel.balanced_experts=false",
+    ),
     (["parallel.pipeline_layout=null"], "model.num_layers=9 is not divisible", "parallel.pipeline_layout='Et*4|t*5L'"),
     (
         ["parallel.pipeline_layout='Et*4|t*4L'"],
