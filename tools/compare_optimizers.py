@@ -24,7 +24,7 @@ from k3train.stages.pretrain import PretrainStage
 from k3train.telemetry.metrics_log import read_metrics
 from k3train.train.loop import run_training
 
-OPTIMIZERS = {"adamw-tiny": "AdamW", "muon": "Muon, whole matrices", "per-head-muon": "Per-Head Muon"}
+OPTIMIZERS = {"adamw-tiny": "AdamW", "muon-tiny": "Muon, whole matrices", "per-head-muon-tiny": "Per-Head Muon"}
 
 
 def arguments() -> argparse.Namespace:

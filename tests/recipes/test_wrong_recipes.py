@@ -48,7 +48,7 @@ WRONG = [
     (["~optim.lr"], "~optim.lr would delete a key", None),
     (["optim.lr=1e-3,2e-3"], "optim.lr=1e-3,2e-3 names several values", None),
     (["model=k4"], "model=k4 does not exist; allowed: k3, k3-48b, k3-8layers, k3-mini, k3-tiny", "model=k3"),
-    (["optim=sgd"], "optim=sgd does not exist; allowed: adamw, adamw-tiny, muon, per-head-muon", "optim=adamw"),
+    (["optim=sgd"], "optim=sgd does not exist; allowed: adamw, adamw-tiny, muon, muon-tiny, per", "optim=adamw"),
     (["parallel.pipeline_layout=E(t|)*8tL"], "cannot read the override", None),
     (["optim.name=muonn"], "optim.name=muonn does not exist", "optim.name=muon"),
     (["optim.name=muon"], "optim.policy has no rule that puts a parameter under muon", None),
