@@ -155,6 +155,26 @@ def test_chunks_are_laid_out_in_another_order() -> None:
     assert order.tolist() == [4, 5, 0, 1, 2, 3]
 
 
+def test_loads_are_pooled_over_a_step_and_begin_anew(single_rank: None) -> None:
+    """Two ranks of two experts; the first layer sends 9 of 12 copies to rank 0, the second 6 of 12."""
+    from k3train.parallel.dispatch_load import DispatchLoad, pool_loads
+
+    skewed, even = np.array([[3, 2, 1, 0], [4, 0, 1, 1]]), np.array([[3, 0, 1, 2], [3, 0, 2, 1]])
+    first, second = DispatchLoad(), DispatchLoad()
+    first.add(ExpertPlan.balanced(skewed))
+    second.add(ExpertPlan.balanced(even))
+    pooled = pool_loads([first, second], torch.device("cpu"))
+    assert pooled["redundant_experts"] == 0.25  # one expert on one of two ranks, in one of two plans
+    assert pooled["redundant_experts_max"] == 1
+    assert pooled["max_over_mean"] == pooled["max_over_mean_max"] == 1.0
+    assert pooled["plain_max_over_mean"] == (9 / 6 + 1) / 2
+    assert pooled["plain_max_over_mean_max"] == 9 / 6
+    second.add(ExpertPlan.at_home(skewed))
+    pooled = pool_loads([first, second], torch.device("cpu"))
+    assert pooled["max_over_mean"] == pooled["plain_max_over_mean"] == 9 / 6
+    assert pooled["redundant_experts"] == pooled["redundant_experts_max"] == 0
+
+
 @pytest.mark.parametrize("counts", [[2, 0, 3, 1, 2], [2, 0, 3, 0, 0], [0, 0, 0, 4, 1]], ids=str)
 def test_grouped_products_equal_the_loop_over_own_and_borrowed_experts(counts: list[int], single_rank: None) -> None:
     """bf16; the borrowed stack idle, and only that one busy, too."""
