@@ -7,18 +7,7 @@ from typing import Any
 import pytest
 import torch
 from pool import WorkerPool
-from test_layouts_basic import (
-    GRADIENT_TOLERANCE,
-    LOSS_TOLERANCE,
-    PARAMETER_TOLERANCE,
-    STEPS,
-    assemble,
-    assert_biases_equal,
-    assert_close_in_norm,
-    global_batch,
-    recipe,
-    train,
-)
+from test_layouts_basic import assert_equal_to_one_rank, global_batch, recipe, train
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from k3train.config.schema import RecipeConfig
@@ -67,13 +56,7 @@ def test_layout_equals_one_rank(pool: WorkerPool, one_rank: dict[bool, list[dict
     world_size, settings = LAYOUTS[layout]
     expected = one_rank[settings.get("mtp", False)]
     actual = pool.run(train, world_size, recipe(**settings), bordering_batch)
-    for step in range(STEPS):
-        for result in actual:
-            assert result["reports"][step] == pytest.approx(expected[0]["reports"][step], rel=LOSS_TOLERANCE)
-            assert result["grad_norm"][step] == pytest.approx(expected[0]["grad_norm"][step], rel=GRADIENT_TOLERANCE)
-    for what, tolerance in (("gradients", GRADIENT_TOLERANCE), ("parameters", PARAMETER_TOLERANCE)):
-        assert_close_in_norm(assemble(actual, what), assemble(expected, what), tolerance, what)
-    assert_biases_equal(actual, expected)
+    assert_equal_to_one_rank(actual, expected)
 
 
 def mixers(config: RecipeConfig) -> dict[str, torch.nn.Module]:

@@ -26,7 +26,13 @@ PARAMETER_TOLERANCE = 1e-5  # likewise, after STEPS optimizer steps
 Shards = dict[str, tuple[torch.Tensor, dict[int, tuple[int, int]]]]
 
 
-def recipe(micro_batch_size: int = 2, mtp: bool = False, block_size: int = 3, **parallel: Any) -> RecipeConfig:
+def recipe(
+    micro_batch_size: int = 2,
+    mtp: bool = False,
+    block_size: int = 3,
+    dispatcher: str = "alltoall",
+    **parallel: Any,
+) -> RecipeConfig:
     """Layers KKMKKM in blocks of three, the first one dense; 60 tokens in 64 rows of embedding.
 
     Two rows a micro-batch, because the number of micro-batches is what these runs take their time for.
@@ -43,7 +49,7 @@ def recipe(micro_batch_size: int = 2, mtp: bool = False, block_size: int = 3, **
             num_heads=4, q_lora_rank=16, kv_lora_rank=16, qk_nope_head_dim=8, qk_rope_head_dim=4, v_head_dim=8
         ),
         attention_residual=AttentionResidualConfig(block_size=block_size, query_init="normal"),
-        moe=MoEConfig(num_experts=8, top_k=2, latent_size=16, expert_hidden_size=24),
+        moe=MoEConfig(num_experts=8, top_k=2, latent_size=16, expert_hidden_size=24, dispatcher=dispatcher),
         mtp=MTPConfig(num_layers=int(mtp)),
     )
     return RecipeConfig(
@@ -56,17 +62,22 @@ def recipe(micro_batch_size: int = 2, mtp: bool = False, block_size: int = 3, **
 
 
 def global_batch(config: RecipeConfig, step: int) -> dict[str, torch.Tensor]:
-    """Rows of packed documents of random lengths, with some positions out of the loss."""
+    """Rows of packed documents of random lengths and up to 12 tokens of filler, with some positions out of the loss."""
     rows, length = config.train.global_batch_size, config.train.seq_length
     generator = torch.Generator().manual_seed(100 + step)
     tokens = torch.randint(0, config.model.vocab_size, (rows, length + 1), generator=generator)
     starts = torch.rand(rows, length, generator=generator) < 0.12
     starts[:, 0] = False
+    # Enough filler for whole micro-batches' tensor- and context-parallel parts to hold nothing else.
+    first = length - torch.randint(0, 13, (rows, 1), generator=generator)
+    padding = torch.arange(length) >= first
+    starts |= torch.arange(length) == first
     return {
         "tokens": tokens[:, :-1].contiguous(),
         "labels": tokens[:, 1:].contiguous(),
-        "loss_mask": (torch.rand(rows, length, generator=generator) > 0.2).float(),
+        "loss_mask": (torch.rand(rows, length, generator=generator) > 0.2).float() * ~padding,
         "document_ids": starts.cumsum(dim=1),
+        "padding": padding,
     }
 
 
@@ -195,6 +206,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "tp2": (2, {"tensor": 2}),
     "pp2": (2, {"pipeline": 2}),
     "ep2": (2, {"expert": 2}),
+    "ep2-allgather": (2, {"expert": 2, "dispatcher": "allgather"}),
     "tp2-ep2": (2, {"tensor": 2, "expert": 2}),
     "tp2-ep2-dp2": (4, {"tensor": 2, "expert": 2}),
     "pp2-ep2-uneven": (4, {"pipeline": 2, "expert": 2, "pipeline_layout": "Et*4|t*2L"}),

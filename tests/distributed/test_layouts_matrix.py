@@ -1,7 +1,7 @@
 """Products of parallel axes: deeper pipelines, wider groups, and every pair of axes together at least once.
 
-The comparison is that of test_layouts_basic.py; the two tables are one matrix. A layout of another axis joins by a row
-here and a line in `axes_of`.
+The comparison is that of test_layouts_basic.py; the tables here, there and in test_context_parallel.py are one matrix.
+A layout of another axis joins by a row here and a line in `axes_of`.
 """
 
 from __future__ import annotations
@@ -12,10 +12,11 @@ from typing import Any
 import pytest
 import torch
 from pool import WorkerPool
+from test_context_parallel import LAYOUTS as CONTEXT
 from test_layouts_basic import LAYOUTS as BASIC
 from test_layouts_basic import assert_equal_to_one_rank, recipe, train
 
-AXES = ("dp", "tp", "pp", "vpp", "ep", "etp")
+AXES = ("dp", "tp", "pp", "vpp", "ep", "etp", "cp")
 
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "tp4": (4, {"tensor": 4}),
@@ -60,14 +61,15 @@ def axes_of(world_size: int, settings: dict[str, Any]) -> set[str]:
         "vpp": settings.get("virtual_pipeline", 1),
         "ep": settings.get("expert", 1),
         "etp": settings.get("expert_tensor", 1),
+        "cp": settings.get("context", 1),
     }
-    sizes["dp"] = world_size // (sizes["tp"] * sizes["pp"])
+    sizes["dp"] = world_size // (sizes["tp"] * sizes["pp"] * sizes["cp"])
     return {axis for axis, size in sizes.items() if size > 1}
 
 
 def test_every_pair_of_axes_meets() -> None:
-    matrix = {**BASIC, **LAYOUTS}
-    assert len(matrix) == len(BASIC) + len(LAYOUTS) >= 24
+    matrix = {**BASIC, **LAYOUTS, **CONTEXT}
+    assert len(matrix) == len(BASIC) + len(LAYOUTS) + len(CONTEXT) >= 24
     met = [axes_of(world_size, settings) for world_size, settings in matrix.values()]
     for pair in itertools.combinations(AXES, 2):
         assert any(set(pair) <= axes for axes in met), f"no layout has {pair[0]} and {pair[1]} together"
@@ -78,7 +80,9 @@ def test_every_pair_of_axes_meets() -> None:
         "expert": {2, 4},
         "expert_tensor": {2},
         "micro_batch_size": {None, 1, 4},  # two where none is given
+        "context": {2, 4},
         "recompute": {"full"},
+        "dispatcher": {None, "allgather"},
         "mtp": {True},
     }.items():
         assert values <= {settings.get(key) for _, settings in matrix.values()}, key
@@ -93,6 +97,7 @@ def test_layout_equals_one_rank(pool: WorkerPool, one_rank: dict[bool, list[dict
 
 SAME_FORWARD = {
     "recompute": (1, {"recompute": "full"}),
+    "pp2": (2, {"pipeline": 2}),
     "vpp2": (2, {"pipeline": 2, "virtual_pipeline": 2, "pipeline_layout": "Et|t*2|t|t*2L"}),
 }
 

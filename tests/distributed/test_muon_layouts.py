@@ -89,6 +89,11 @@ def one_rank(pool: WorkerPool) -> list[dict[str, Any]]:
     return pool.run(updates, 1, muon_recipe())
 
 
+@pytest.fixture(scope="module")
+def one_rank_mtp(pool: WorkerPool) -> list[dict[str, Any]]:
+    return pool.run(updates, 1, muon_recipe(mtp=True))
+
+
 # Name: ranks, settings, and for dense and expert parameters whether any block lies on several ranks.
 LAYOUTS: dict[str, tuple[int, dict[str, Any], tuple[bool, bool]]] = {
     "dp3": (3, {}, (True, False)),
@@ -98,16 +103,35 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any], tuple[bool, bool]]] = {
     "ep2": (2, {"expert": 2}, (True, False)),
     "etp2": (2, {"tensor": 2, "expert_tensor": 2}, (True, True)),
     "vpp2": (2, {"pipeline": 2, "virtual_pipeline": 2, "pipeline_layout": "Et|tt|t|ttL"}, (False, False)),
+    "tp4": (4, {"tensor": 4}, (True, False)),
+    "ep4": (4, {"expert": 4}, (True, False)),
+    "tp2-pp2": (4, {"tensor": 2, "pipeline": 2}, (True, False)),
+    "cp2-tp2": (4, {"context": 2, "tensor": 2}, (True, False)),
+    "vpp3": (2, {"pipeline": 2, "virtual_pipeline": 3}, (False, False)),
+    "mtp-pp2": (2, {"mtp": True, "pipeline": 2}, (False, False)),
     "tp2-ep2-dp2": (4, {"tensor": 2, "expert": 2}, (True, False)),
+    "tp2-vpp2-etp2-ep2-dp2": (
+        8,
+        {
+            "tensor": 2,
+            "pipeline": 2,
+            "virtual_pipeline": 2,
+            "pipeline_layout": "Et*2|t*2|t|tL",
+            "expert": 2,
+            "expert_tensor": 2,
+        },
+        (True, True),
+    ),
     "etp2-ep2-dp2": (4, {"tensor": 2, "expert_tensor": 2, "expert": 2}, (True, True)),
     "dp2-unsharded": (2, {"distributed_optimizer": False}, (True, True)),
 }
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_updates_are_those_of_one_rank(pool: WorkerPool, one_rank: list[dict[str, Any]], layout: str) -> None:
+def test_updates_are_those_of_one_rank(pool: WorkerPool, request: pytest.FixtureRequest, layout: str) -> None:
     """And state is shared evenly, every block is computed once, and only what lies on several ranks is sent."""
     world_size, settings, cut = LAYOUTS[layout]
+    one_rank = request.getfixturevalue("one_rank_mtp" if "mtp" in settings else "one_rank")
     actual = pool.run(updates, world_size, muon_recipe(**settings))
     assert_close_in_norm(assemble(actual, "updates"), assemble(one_rank, "updates"), TOLERANCE, "updates")
     for name, is_cut in zip(("dense", "expert"), cut):
@@ -136,8 +160,8 @@ def test_small_rounds_change_nothing(pool: WorkerPool, one_rank: list[dict[str, 
 @pytest.mark.parametrize(("layout", "ranks"), [({}, 1), ({"tensor": 2, "expert": 2}, 4)])
 def test_training_steps_are_those_of_one_rank(pool: WorkerPool, layout: dict[str, Any], ranks: int) -> None:
     """Whole steps: gradients of micro-batches (on one rank of another size), clipping, both optimizers."""
-    expected = pool.run(train, 1, muon_recipe())
-    actual = pool.run(train, ranks, muon_recipe(micro_batch_size=2, **layout))
+    expected = pool.run(train, 1, muon_recipe(micro_batch_size=1))
+    actual = pool.run(train, ranks, muon_recipe(**layout))
     for step in range(STEPS):
         assert actual[0]["grad_norm"][step] == pytest.approx(expected[0]["grad_norm"][step], rel=TOLERANCE)
     parameters = assemble(actual, "parameters"), assemble(expected, "parameters")
