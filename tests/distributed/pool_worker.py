@@ -56,9 +56,12 @@ def _prepare() -> None:
 
     from k3train.platform import cpu
     from k3train.quiet import quiet_libraries
+    from k3train.telemetry.telemetry import Telemetry
 
     quiet_libraries()
     cpu.install()
+    # Drawing costs more time than a small step. The unit tests of telemetry and real launches look at pictures.
+    Telemetry._pictures = lambda self: []
     torch.set_num_threads(1)
 
 
