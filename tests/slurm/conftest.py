@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -89,23 +91,52 @@ class Cluster:
         return self.fact(job, "JobState")
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """What is marked `long` needs K3_TEST_SLURM=1."""
+    if os.environ.get("K3_TEST_SLURM") == "1":
+        return
+    for item in items:
+        if HERE in item.path.parents and item.get_closest_marker("long"):
+            item.add_marker(pytest.mark.skip(reason="takes minutes on a real Slurm; K3_TEST_SLURM=1 runs it"))
+
+
+def _die_with_parent() -> None:
+    ctypes.CDLL(None).prctl(1, signal.SIGTERM)
+
+
 @pytest.fixture(scope="session")
 def slurm_conf() -> Iterator[Path]:
-    """The slurm.conf of a running cluster."""
-    if os.environ.get("K3_TEST_SLURM") != "1":
-        pytest.skip("K3_TEST_SLURM=1 is not set: these tests install Slurm's packages and take several minutes")
+    """The slurm.conf of a running cluster, which ends with this process whatever ends it.
+
+    K3_TEST_SLURM=0: no cluster. Else one where it can be had, and a skip that says why where it cannot; with
+    K3_TEST_SLURM=1 that is a failure.
+    """
+    wanted = os.environ.get("K3_TEST_SLURM", "")
+    if wanted == "0":
+        pytest.skip("K3_TEST_SLURM=0: no Slurm is started")
+    if sys.platform != "linux":
+        pytest.skip("no Slurm here: it needs Linux")
     folder = Path(tempfile.mkdtemp(prefix="k3slurm."))
-    start = ["bash", str(HERE / "cluster" / "start.sh"), str(folder)]
-    started = subprocess.run(start, capture_output=True, text=True, check=False, timeout=600)
-    if started.returncode == NOT_TO_BE_HAD:
-        shutil.rmtree(folder)
-        said = started.stderr.strip().splitlines()
-        pytest.skip(f"no Slurm here: its packages cannot be had ({said[-1] if said else 'no reason given'})")
-    assert started.returncode == 0, started.stderr
-    yield folder / "etc" / "slurm.conf"
-    stopped = subprocess.run(["bash", str(HERE / "cluster" / "stop.sh"), str(folder)], check=False, timeout=120)
-    shutil.rmtree(folder)
-    assert stopped.returncode == 0
+    scripts = HERE / "cluster"
+    # In a session of its own, so that what kills this one leaves it alone.
+    keeper = subprocess.Popen(["bash", scripts / "keep.sh", folder, str(os.getpid())], start_new_session=True)
+    try:
+        start = ["bash", str(scripts / "start.sh"), str(folder)]
+        started = subprocess.run(
+            start, capture_output=True, text=True, check=False, timeout=600, preexec_fn=_die_with_parent
+        )
+        if started.returncode != 0:
+            said = started.stderr.strip().splitlines()
+            why = next((line for line in reversed(said) if line.startswith("start.sh: ")), said[-1] if said else "")
+            what = "its packages cannot be had" if started.returncode == NOT_TO_BE_HAD else "it cannot be started"
+            assert wanted != "1", started.stderr
+            pytest.skip(f"no Slurm here: {what} ({why or 'no reason given'})")
+        yield folder / "etc" / "slurm.conf"
+        stopped = subprocess.run(["bash", str(scripts / "stop.sh"), str(folder)], check=False, timeout=120)
+        assert stopped.returncode == 0
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)  # the keeper sees it, and ends
+        keeper.wait(30)
 
 
 @pytest.fixture(scope="session")

@@ -1,6 +1,7 @@
-"""On PYTHONPATH of the jobs: the first start of a job waits before step K3_TEST_HOLD until it is told to stop.
+"""On PYTHONPATH of the jobs: a start of a job waits in one of its steps until it is told to stop.
 
-So a signal always comes in the middle of a run, however fast the machine is. Python imports this module by itself.
+K3_TEST_HOLD says in which: "3" the first start in its third step, "2,2" the first two starts in their second. So a
+signal always comes in the middle of a run, however fast the machine is. Python imports this module by itself.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ def held(training_steps: object) -> object:
 
     def steps(self: object, consumed_samples: int) -> Iterator[object]:
         for number, batches in enumerate(training_steps(self, consumed_samples), start=1):
-            if number == int(os.environ["K3_TEST_HOLD"]) and os.environ.get("RANK", "0") == "0":
+            if number == HELD and os.environ.get("RANK", "0") == "0":
                 flag = signal.getsignal(signal.SIGUSR1).__self__  # the loop's StopFlag
                 deadline = time.monotonic() + LONGEST
                 while not flag.signal and time.monotonic() < deadline:
@@ -50,5 +51,8 @@ def held(training_steps: object) -> object:
     return steps
 
 
-if os.environ.get("K3_TEST_HOLD") and os.environ.get("SLURM_RESTART_COUNT", "0") == "0":
+STEPS = [int(step) for step in os.environ.get("K3_TEST_HOLD", "").split(",") if step]
+START = int(os.environ.get("SLURM_RESTART_COUNT", "0"))
+HELD = STEPS[START] if len(STEPS) > START else None
+if HELD is not None:
     sys.meta_path.insert(0, Hold())
