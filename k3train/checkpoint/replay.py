@@ -75,6 +75,13 @@ class Replay:
         self.common = extract_sharded_base(content)[1]
         if not _same(self._refreshed(), self.common):
             raise UnlikeError("the optimizer's plain state has another form")
+        # What is not refreshed must be of the kind that does not change.
+        rest = [value for key, value in self.common.items() if key not in ("optimizer", "schedule")]
+        for name, part in self.parts.items():
+            own = part.state_dict().keys()
+            rest += [value for key, value in self.common["optimizer"][name].items() if key not in own]
+        if not all(isinstance(value, str) for value in nested_values(rest)):
+            raise UnlikeError("plain values are stored that neither the optimizer nor the schedule has")
         self._addresses = self._where()
         self._staged: dict[int, torch.Tensor] = {}  # copies of what training changes, by place in the file
         self.files = [self._file(bucket, content) for bucket in writer.write_buckets]
@@ -94,7 +101,8 @@ class Replay:
         sources = []
         for item, _ in tensors:
             value = values.get((item.index.fqn, tuple(item.index.offset)))
-            address = None if value is None else value.untyped_storage().data_ptr()
+            plain = type(value) is torch.Tensor  # not one of Transformer Engine's quantized ones
+            address = value.untyped_storage().data_ptr() if plain else None
             if address in kept:
                 # The same memory as a storage of its own: of a part of a storage torch.save writes all of it.
                 sources.append((item, torch.from_numpy(value.numpy()), True))
