@@ -120,23 +120,34 @@ def slurm_conf() -> Iterator[Path]:
     scripts = HERE / "cluster"
     # In a session of its own, so that what kills this one leaves it alone.
     keeper = subprocess.Popen(["bash", scripts / "keep.sh", folder, str(os.getpid())], start_new_session=True)
+    stop = ["bash", str(scripts / "stop.sh"), str(folder)]
     try:
-        start = ["bash", str(scripts / "start.sh"), str(folder)]
-        started = subprocess.run(
-            start, capture_output=True, text=True, check=False, timeout=600, preexec_fn=_die_with_parent
-        )
-        if started.returncode != 0:
-            said = started.stderr.strip().splitlines()
-            why = next((line for line in reversed(said) if line.startswith("start.sh: ")), said[-1] if said else "")
-            what = "its packages cannot be had" if started.returncode == NOT_TO_BE_HAD else "it cannot be started"
-            assert wanted != "1", started.stderr
-            pytest.skip(f"no Slurm here: {what} ({why or 'no reason given'})")
+        why = _start(scripts / "start.sh", folder)
+        if why is not None:
+            assert wanted != "1", why
+            pytest.skip(f"no Slurm here: {why}")
         yield folder / "etc" / "slurm.conf"
-        stopped = subprocess.run(["bash", str(scripts / "stop.sh"), str(folder)], check=False, timeout=120)
-        assert stopped.returncode == 0
+        assert subprocess.run(stop, check=False, timeout=120).returncode == 0
     finally:
+        if (folder / "run" / "pids").exists():
+            subprocess.run(stop, check=False, timeout=120, capture_output=True)  # a second time does nothing
         shutil.rmtree(folder, ignore_errors=True)  # the keeper sees it, and ends
         keeper.wait(30)
+
+
+def _start(script: Path, folder: Path) -> str | None:
+    """Start the cluster; why that is not possible here."""
+    command = ["bash", str(script), str(folder)]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=300, preexec_fn=_die_with_parent)
+    except subprocess.TimeoutExpired:
+        return "it did not start within 300 s"
+    if done.returncode == 0:
+        return None
+    said = done.stderr.strip().splitlines()
+    told = next((line for line in reversed(said) if line.startswith("start.sh: ")), said[-1] if said else "no reason")
+    what = "its packages cannot be had" if done.returncode == NOT_TO_BE_HAD else "it cannot be started"
+    return f"{what} ({told})"
 
 
 @pytest.fixture(scope="session")
