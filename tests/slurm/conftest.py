@@ -78,7 +78,8 @@ class Cluster:
         """Until the run has done this step, and so is held before the next."""
 
         def there() -> bool:
-            assert self.fact(job, "JobState") in ("PENDING", "RUNNING", "CONFIGURING"), self.log(job)
+            # COMPLETING: a start that was told to end has not yet.
+            assert self.fact(job, "JobState") in ("PENDING", "RUNNING", "CONFIGURING", "COMPLETING"), self.log(job)
             metrics = run_dir / "metrics.jsonl"
             return metrics.exists() and f'"kind": "train", "step": {step},' in metrics.read_text(encoding="utf-8")
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from small_run import lines, small_recipe, train
 
 STEPS = 8
@@ -85,8 +86,12 @@ def test_a_bad_override_fails_fast(cluster: Any, jobs: dict[str, str]) -> None:
 
 
 def test_a_sweep_has_a_run_for_each_line(cluster: Any, jobs: dict[str, str]) -> None:
-    for task, rate in ((1, 1e-3), (2, 2e-3)):
+    rates = []
+    for task, own in ((1, {"lr": 1e-3}), (2, {"lr": 2e-3, "betas": [0.9, 0.99]})):
         assert cluster.end(f"{jobs['sweep']}_{task}") == "COMPLETED", cluster.log(f"{jobs['sweep']}_{task}")
-        rates = [line["lr"] for line in lines(cluster.recipes.parent / f"sweep-{task}", "train")]
-        assert len(rates) == 2
-        assert max(rates) == pytest.approx(rate)
+        run_dir = cluster.recipes.parent / f"sweep-{task}"
+        recipe = yaml.safe_load((run_dir / "config.yaml").read_text())
+        assert {key: recipe["optim"][key] for key in own} == own
+        rates.append([line["lr"] for line in lines(run_dir, "train")])
+    assert len(rates[0]) == 2
+    assert rates[1] == pytest.approx([2 * rate for rate in rates[0]])

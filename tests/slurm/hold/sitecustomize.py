@@ -1,4 +1,4 @@
-"""On PYTHONPATH of the jobs: a start of a job waits in one of its steps until it is told to stop.
+"""On PYTHONPATH of the jobs: a start waits in one of its steps until it is told to stop, and draws no pictures.
 
 K3_TEST_HOLD says in which: "3" the first start in its third step, "2,2" the first two starts in their second. So a
 signal always comes in the middle of a run, however fast the machine is. Python imports this module by itself.
@@ -12,17 +12,22 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 LONGEST = 300.0  # seconds; the test has failed by then
-STAGE = "k3train.stages.pretrain"
+STEPS = [int(step) for step in os.environ.get("K3_TEST_HOLD", "").split(",") if step]
+START = int(os.environ.get("SLURM_RESTART_COUNT", "0"))
+HELD = STEPS[START] if len(STEPS) > START else None
 
 
-class Hold(importlib.abc.MetaPathFinder):
-    """Finds the pretraining stage once, and has its training data wait."""
+class After(importlib.abc.MetaPathFinder):
+    """Finds a module once, and has `change` called with it when it has been imported."""
+
+    def __init__(self, name: str, change: Callable[[object], None]) -> None:
+        self.name, self.change = name, change
 
     def find_spec(self, name: str, path: object = None, target: object = None) -> object:
-        if name != STAGE:
+        if name != self.name:
             return None
         sys.meta_path.remove(self)
         spec = importlib.util.find_spec(name)
@@ -30,10 +35,18 @@ class Hold(importlib.abc.MetaPathFinder):
 
         def exec_module(module: object) -> None:
             load(module)
-            module.PretrainStage.training_steps = held(module.PretrainStage.training_steps)
+            self.change(module)
 
         spec.loader.exec_module = exec_module
         return spec
+
+
+def hold(module: object) -> None:
+    module.PretrainStage.training_steps = held(module.PretrainStage.training_steps)
+
+
+def draw_nothing(module: object) -> None:
+    module.Telemetry._pictures = lambda self: []
 
 
 def held(training_steps: object) -> object:
@@ -51,8 +64,6 @@ def held(training_steps: object) -> object:
     return steps
 
 
-STEPS = [int(step) for step in os.environ.get("K3_TEST_HOLD", "").split(",") if step]
-START = int(os.environ.get("SLURM_RESTART_COUNT", "0"))
-HELD = STEPS[START] if len(STEPS) > START else None
+sys.meta_path.insert(0, After("k3train.telemetry.telemetry", draw_nothing))
 if HELD is not None:
-    sys.meta_path.insert(0, Hold())
+    sys.meta_path.insert(0, After("k3train.stages.pretrain", hold))
