@@ -82,6 +82,9 @@ class Replay:
             rest += [value for key, value in self.common["optimizer"][name].items() if key not in own]
         if not all(isinstance(value, str) for value in nested_values(rest)):
             raise UnlikeError("plain values are stored that neither the optimizer nor the schedule has")
+        modules = [module for model in models for module in model.modules()]
+        holders = [held for module in modules for held in (module._parameters, module._buffers)]
+        self._places = [(held, name) for held in holders for name, tensor in held.items() if tensor is not None]
         self._addresses = self._where()
         self._staged: dict[int, torch.Tensor] = {}  # copies of what training changes, by place in the file
         self.files = [self._file(bucket, content) for bucket in writer.write_buckets]
@@ -116,7 +119,7 @@ class Replay:
         return name, [item for item, _ in objects], sources
 
     def _where(self) -> list[int]:
-        return [tensor.data_ptr() for tensor in model_tensors(self.models)]
+        return [held[name].data_ptr() for held, name in self._places]
 
     def still_holds(self) -> bool:
         """Whether weights and buffers lie where they lay."""

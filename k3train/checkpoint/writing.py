@@ -8,6 +8,7 @@ other ranks.
 
 from __future__ import annotations
 
+import pickle
 import secrets
 import threading
 import time
@@ -86,7 +87,7 @@ class Writing(Work):
         super().__init__(lambda: self._write())
         self.partial = partial
         self.hashes: dict[str, manifest.Entry] = {}
-        self.written: list[Any] = []  # what Megatron-Core's table says of it
+        self.written = pickle.dumps([])  # what Megatron-Core says of it, ready to be passed on
         self._buckets, self._metadata = buckets, metadata
         self._abandoned = False
 
@@ -95,25 +96,26 @@ class Writing(Work):
         self._abandoned = True
         self.wait(seconds)
 
-    def finish(self, written: list[list[Any]]) -> None:
+    def finish(self, written: list[bytes]) -> None:
         """Write torch's and Megatron-Core's tables, on rank 0 when all have written; `written` has what each did."""
         if self._metadata is None:
             return
-        FileSystemWriterAsync(self.partial).finish(self._metadata, written)
+        FileSystemWriterAsync(self.partial).finish(self._metadata, [pickle.loads(told) for told in written])
         save_config(CheckpointingConfig("torch_dist"), str(self.partial))
 
     def _write(self) -> None:
-        transforms = [FileSystemWriterAsync(self.partial).transforms]
+        transforms, written = [FileSystemWriterAsync(self.partial).transforms], []
         for number, bucket in enumerate(self._buckets):
             _, outcome = FileSystemWriterAsync.write_preloaded_data(
                 transforms, number, bucket, None, None, use_fsync=True
             )
             if isinstance(outcome, Exception):
                 raise outcome
-            self.written += outcome
+            written += outcome
             if self._abandoned:
                 return
             self.hashes[bucket[1]] = manifest.describe(self.partial / bucket[1])
+        self.written = pickle.dumps(written)
         self._buckets = []  # free the copies
 
 
