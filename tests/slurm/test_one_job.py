@@ -15,7 +15,7 @@ import pytest
 import yaml
 from small_run import lines, small_recipe, train
 
-STEPS = 8
+STEPS = 10
 SITE = """
 # The second start, whose steps are signalled, is torchrun's.
 if [ "${SLURM_RESTART_COUNT:-0}" = 1 ]; then K3_LAUNCHER=torchrun; fi
@@ -63,9 +63,9 @@ def test_one_job_is_told_to_stop_requeued_and_loses_a_node(cluster: Any, jobs: d
     log = cluster.log(job)
     assert [f"start {n} on node[1-2] with {'torchrun' if n == 1 else 'srun'}" in log for n in range(5)] == [True] * 5
     assert "2 ranks on cpu" in log
-    assert [int(step) for step in re.findall(r"run interrupted at step (\d+)", log)] == [2, 4, 6]
-    # After the node's failure the newest checkpoint is that of step 6, and step 7 is done again.
-    assert [int(step) for step in re.findall(r"step_0*(\d+) committed", log)] == [2, 4, 6, 8]
+    # Where a node failed the others' ranks get SIGTERM: whether they can still save depends on what failed.
+    assert [int(step) for step in re.findall(r"run interrupted at step (\d+)", log)][:3] == [2, 4, 6]
+    assert [int(step) for step in re.findall(r"step_0*(\d+) committed", log)] == [2, 4, 6, 8, 10]
     assert f"k3train job {job}: finished" in log
     assert [path.name for path in (run_dir / "logs").iterdir()] == ["rank1.log"]
     # Every step and evaluation once, in one file, with an undisturbed run's numbers to the last digit.
