@@ -159,6 +159,7 @@ def cluster(slurm_conf: Path, tmp_path_factory: pytest.TempPathFactory) -> Clust
     folder = tmp_path_factory.mktemp("slurm")
     recipe = small_recipe(make_corpus(folder), folder, checkpoint__interval=2, telemetry__console=True)
     recipe["run"]["dir"] = f"{folder}/${{run.name}}"
+    recipe["run"]["threads_per_rank"] = 1  # both "nodes" are this machine, and sums over threads round otherwise
     (folder / "recipes" / "recipe").mkdir(parents=True)
     text = "# @package _global_\n" + yaml.safe_dump(recipe)
     (folder / "recipes" / "recipe" / "small.yaml").write_text(text, encoding="utf-8")

@@ -6,9 +6,7 @@ alone, and its run has to have the numbers of one that nothing disturbed. test_j
 
 from __future__ import annotations
 
-import json
 import re
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -39,11 +37,6 @@ def jobs(cluster: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str, st
         K3_TEST_HOLD="",
     )
     return found
-
-
-def events(run_dir: Path) -> list[str]:
-    records = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    return [record["text"] for record in records if record["kind"] == "event"]
 
 
 def test_one_job_is_told_to_stop_requeued_and_loses_a_node(cluster: Any, jobs: dict[str, str], pool: Any) -> None:
