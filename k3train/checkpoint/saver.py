@@ -60,6 +60,9 @@ class _Pending:
 @contextmanager
 def _quick_collection() -> Iterator[None]:
     """Megatron-Core collects garbage when it has gathered the optimizer's state: look only at what was made since."""
+    if gc.get_freeze_count() > 0:  # somebody has done the same for longer
+        yield
+        return
     gc.freeze()
     try:
         yield
