@@ -33,6 +33,13 @@ def timed(action: Callable[[], Any]) -> float:
     return time.perf_counter() - started
 
 
+def busy(action: Callable[[], Any]) -> float:
+    """Seconds of a core that this thread took, whatever else the machine was doing."""
+    started = time.thread_time()
+    action()
+    return time.thread_time() - started
+
+
 def plain_write(folder: Path, size: int) -> None:
     """One file of `size` bytes, written in pieces of 16 MiB and synced."""
     import os
@@ -98,13 +105,14 @@ class Bench:
         """One save; beside it the stand-in trains on. Returns what the saver told, and how slow steps became."""
         alone = statistics.median(timed(self.step) for _ in range(5))
         self.state.advance(1, 1)
-        saver.save(self.state, {}, last=False)
+        core = busy(lambda: saver.save(self.state, {}, last=False))
         steps = []
         while beside and saver.pending_step is not None:
             steps.append(timed(self.step))
-            saver.poll()
+            core += busy(saver.poll)
         told = self.told[-1]
-        return {**told, "slower": statistics.median(steps) / alone if steps else 1.0, "steps": float(len(steps))}
+        slower = statistics.median(steps) / alone if steps else 1.0
+        return {**told, "core": core, "slower": slower, "steps": float(len(steps))}
 
 
 def measure(bench: Bench, repeats: int) -> dict[str, Any]:
@@ -161,6 +169,9 @@ def report(bench: Bench, m: dict[str, Any], repeats: int) -> None:
     ]
     for name, seconds, note in rows:
         print(f"{name:<42} {seconds:8.3f} s {size / seconds:8.0f} MB/s  {note}".rstrip())
+    core = [m[f"{kind}: core"] for kind in ("beside", "at once")]
+    share = f"{100 * core[0] / core[1]:.1f} %"
+    print(f"processor time of the training thread: save at once {core[1]:.3f} s, pause {core[0]:.3f} s, {share}")
     print(f"steps beside a write took {m['beside: slower']:.2f} times as long, over {m['beside: steps']:.0f} steps")
 
 

@@ -11,7 +11,7 @@ import shutil
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -19,14 +19,14 @@ import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.core import CheckpointingException
-from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from torch.distributed.checkpoint.api import CheckpointException
 
 from k3train.checkpoint import directory, manifest, retention, rng, store
+from k3train.checkpoint.replay import Replay, Strategy, UnlikeError
 from k3train.checkpoint.state import TrainState
-from k3train.checkpoint.writing import Writing, live_storages, new_attempt
+from k3train.checkpoint.writing import Work, Writing, live_storages, new_attempt, own_copies
 from k3train.config.schema import CheckpointConfig
 from k3train.errors import UserError
 
@@ -53,11 +53,16 @@ class _Pending:
     started: float
     pause: float  # seconds of training that this save has cost so far
     stage: str | None = None  # the stage's state
+    committing: Work | None = None  # once all ranks have written; there is work to it on rank 0
+    troubles: list[str] = field(default_factory=list)  # of removing older ones
 
 
 @contextmanager
 def _quick_collection() -> Iterator[None]:
     """Megatron-Core collects garbage when it has gathered the optimizer's state: look only at what was made since."""
+    if gc.get_freeze_count() > 0:  # somebody has done the same for longer
+        yield
+        return
     gc.freeze()
     try:
         yield
@@ -83,10 +88,10 @@ class Saver:
         self.models, self.optimizer, self.schedule = models, optimizer, schedule
         self.last_committed = last_committed
         self._pending: _Pending | None = None
-        # Remembers the plan: from the third save on it is not gathered from all ranks again. What a run holds does not
-        # change while it lasts.
-        self._strategy = TorchDistSaveShardedStrategy(cached_metadata=True)
-        self._validated = False  # that every piece is saved by exactly one rank
+        # Remembers the plan: what a run holds does not change while it lasts.
+        self._strategy = Strategy(cached_metadata=True)
+        self._saves = 0  # that Megatron-Core has planned
+        self._replay: Replay | None = None
 
     @property
     def pending_step(self) -> int | None:
@@ -121,16 +126,18 @@ class Saver:
             self._complete(last)
 
     def poll(self) -> None:
-        """Commit the checkpoint that is being written if every rank has written its part."""
-        if self._pending is None:
+        """Go on with the checkpoint that is being written: commit it if every rank has written its part."""
+        pending = self._pending
+        if pending is None:
             return
         started = time.perf_counter()
-        # A collective only while a checkpoint is being written, which all ranks know alike.
-        device = next(self.models[0].parameters()).device
-        done = torch.tensor([int(self._pending.writing.is_done())], device=device)
-        dist.all_reduce(done, op=dist.ReduceOp.MIN)
-        self._pending.pause += time.perf_counter() - started
-        if int(done):
+        # Collectives only while a checkpoint is being written, which all ranks know alike.
+        done = self._all((pending.committing or pending.writing).is_done())
+        if done and pending.committing is None:
+            self._guarded(lambda: self._start_commit(pending, in_thread=True), last=False)
+            done = False
+        pending.pause += time.perf_counter() - started
+        if done:
             self._complete(last=False)
 
     def settle(self) -> None:
@@ -142,7 +149,16 @@ class Saver:
         """The run ends with an error: what is being written never counts. Talks to no other rank."""
         if self._pending is not None:
             self._pending.writing.abandon()
+            if self._pending.committing is not None:
+                self._pending.committing.wait(60.0)  # all ranks have written: it counts if it ends well
             self._pending = None
+
+    def _all(self, mine: bool) -> bool:
+        """Whether it holds on every rank."""
+        device = next(self.models[0].parameters()).device
+        votes = torch.tensor([int(mine)], device=device)
+        dist.all_reduce(votes, op=dist.ReduceOp.MIN)
+        return bool(votes)
 
     def _make_room(self, step: int, last: bool) -> bool:
         """Wait for the checkpoint that is being written, or say that this one is skipped."""
@@ -179,80 +195,123 @@ class Saver:
         self._check(failure, f"The checkpoint directory {partial} cannot be made")
         marker = self._marker(state, guards)
         stage_text = None if stage is None else json.dumps(stage)
-        with store.current_parameters(self.models), _quick_collection():
+        with store.current_parameters(self.models):
             try:
                 writing = self._plan(partial, in_thread)
             except (CheckpointException, CheckpointingException, OSError) as error:
                 failure = store.reason(error)
             self._check(store.agree(failure), f"The checkpoint in {partial} cannot be written", partial)
             writing.start(in_thread)
-        self._validated = True
         pause = time.perf_counter() - started
         self._pending = _Pending(state.step, attempt, marker, writing, started, pause, stage_text)
 
     def _plan(self, partial: Path, in_thread: bool) -> Writing:
         """What this rank is to write; with `in_thread`, of copies that training does not change."""
+        if self._replay is not None:
+            if self._all(self._replay.still_holds()):
+                return Writing(partial, self._replay.buckets(partial), self._replay.metadata)
+            self._replay = None
+        with _quick_collection():
+            return self._plan_anew(partial, in_thread)
+
+    def _plan_anew(self, partial: Path, in_thread: bool) -> Writing:
         content = store.everything(self.models, self.optimizer, self.schedule, is_loading=False)
         content["rng"] = rng.sharded(rng.capture())
         request = dist_checkpointing.save(
             content,
             str(partial),
             self._strategy,
-            validate_access_integrity=not self._validated,
+            validate_access_integrity=self._saves == 0,  # that every piece is saved by exactly one rank
             async_sharded_save=True,
             async_strategy="mcore",
         )
-        live = live_storages(self.models, self.optimizer) if in_thread else None
-        return Writing(request, partial, live)
+        planned, self._strategy.planned = self._strategy.planned, None
+        assert planned is not None
+        self._saves += 1
+        if self._saves == 2:
+            self._keep_plan(planned, content)
+        buckets = request.preload_fn() if request.preload_fn is not None else []
+        if in_thread:
+            buckets = own_copies(buckets, live_storages(self.models, self.optimizer))
+        return Writing(partial, buckets, planned[1])
+
+    def _keep_plan(self, planned: Any, content: dict[str, Any]) -> None:
+        """From the next save on only copy values, if that can be done on every rank."""
+        replay, why = None, None
+        try:
+            if not self._strategy.validated_cache_reuse:
+                raise UnlikeError("the second checkpoint of the run holds something else than the first")
+            replay = Replay(planned, content, self.models, self.optimizer, self.schedule)
+        except UnlikeError as error:
+            why = str(error)
+        why = store.agree(why)
+        if why is None:
+            self._replay = replay
+        else:
+            self.tell(f"every checkpoint of this run is planned anew, which makes the training pause longer: {why}")
 
     def _complete(self, last: bool) -> None:
-        """Wait until all ranks have written, commit and prune."""
-        pending, self._pending = self._pending, None
+        """Wait until the checkpoint is committed."""
+        pending = self._pending
+        assert pending is not None
         waited_from = time.perf_counter()
-        try:
-            path = self._commit(pending)
-        except UserError as error:
-            self._failed(error, last)
+        if not self._guarded(lambda: self._finish_commit(pending), last):
             return
-        self.last_committed = pending.step
+        self._pending, self.last_committed = None, pending.step
         now = time.perf_counter()
         seconds, pause = now - pending.started, pending.pause + now - waited_from
         how = f"; written beside the training, which paused for {pause:.2f} s" if pause < 0.99 * seconds else ""
+        path = directory.directory_of(self.root, pending.step)
         self.tell(
             f"checkpoint {path} committed in {seconds:.1f} s{how}",
             seconds=seconds,
             pause=pause,
             write_seconds=pending.writing.seconds,
         )
-        if dist.get_rank() == 0:
-            keep = retention.Retention(self.config.keep_last, self.config.keep_every, self.config.milestones)
-            for trouble in retention.prune(self.root, keep):
-                self.tell(trouble, "warning")
+        for trouble in pending.troubles:
+            self.tell(trouble, "warning")
 
-    def _commit(self, pending: _Pending) -> Path:
+    def _guarded(self, action: Callable[[], None], last: bool) -> bool:
+        """Do it; a failure, on which all ranks agree, is the end of what is being written."""
+        try:
+            action()
+        except UserError as error:
+            self._pending = None
+            self._failed(error, last)
+            return False
+        return True
+
+    def _start_commit(self, pending: _Pending, in_thread: bool) -> None:
+        """Have rank 0 commit what all ranks have written, and prune."""
         writing, partial = pending.writing, pending.writing.partial
         writing.wait()
         reports: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(reports, (writing.failure, writing.hashes))
-        failure = next((told for told, _ in reports if told is not None), None)
+        dist.all_gather_object(reports, (writing.failure, writing.hashes, writing.written))
+        failure = next((told for told, _, _ in reports if told is not None), None)
         self._check(failure, f"The checkpoint in {partial} cannot be written", partial)
-        try:
-            writing.finish()
-        except (CheckpointException, CheckpointingException, OSError) as error:
-            failure = store.reason(error)
-        self._check(store.agree(failure), f"The checkpoint in {partial} cannot be written", partial)
-        known: dict[str, manifest.Entry] = {name: entry for _, files in reports for name, entry in files.items()}
+        known: dict[str, manifest.Entry] = {name: entry for _, files, _ in reports for name, entry in files.items()}
 
         def commit() -> None:
+            writing.finish([written for _, _, written in reports])
             if self.belongings.tokenizer is not None:
                 directory.copy_tokenizer(self.belongings.tokenizer, partial / directory.TOKENIZER)
             if pending.stage is not None:
                 (partial / directory.STAGE).write_text(pending.stage, encoding="utf-8")
             directory.commit(self.root, pending.step, pending.marker, pending.attempt, known)
+            keep = retention.Retention(self.config.keep_last, self.config.keep_every, self.config.milestones)
+            pending.troubles = retention.prune(self.root, keep)
 
-        failure = store.on_first_rank(commit)
+        first = dist.get_rank() == 0
+        pending.committing = Work(commit if first else lambda: None)
+        pending.committing.start(in_thread and first)
+
+    def _finish_commit(self, pending: _Pending) -> None:
+        if pending.committing is None:
+            self._start_commit(pending, in_thread=False)
+        pending.committing.wait()
+        partial = pending.writing.partial
+        failure = store.agree(pending.committing.failure)
         self._check(failure, f"The checkpoint in {partial} cannot be committed", partial)
-        return directory.directory_of(self.root, pending.step)
 
     def _marker(self, state: TrainState, guards: dict[str, Any]) -> dict[str, Any]:
         own = self.belongings

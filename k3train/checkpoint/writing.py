@@ -1,27 +1,29 @@
 """One checkpoint on its way to the disk: planned and copied in the training thread, written in it or beside it.
 
-Megatron-Core's `torch_dist` strategy splits a save into a plan, a function that writes this rank's file, and functions
-that finish it once every rank has written. Here the function runs in a thread of the rank, so it ends with the rank:
-nothing is left that could still commit a checkpoint after its run has died. Finishing talks to the other ranks and is
-only ever done by the training thread.
+Megatron-Core's `torch_dist` strategy splits a save into a plan, a function that writes this rank's file, and the tables
+that finish it once every rank has written. Here files and tables are written by threads of the rank, so they end with
+the rank: nothing is left that could still commit a checkpoint after its run has died. Only the training thread talks to
+other ranks.
 """
 
 from __future__ import annotations
 
+import pickle
 import secrets
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
+from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
 from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
-from megatron.core.dist_checkpointing.strategies.torch import AsyncRequest
+from torch.distributed.checkpoint.metadata import Metadata
 
 from k3train.checkpoint import manifest, store
+from k3train.checkpoint.replay import Bucket, model_tensors
 from k3train.parallel.first_rank import from_first_rank
-
-Bucket = tuple[str, str, tuple[list, list]]  # path, name and (objects, tensors) of one file
 
 
 def new_attempt() -> str:
@@ -31,10 +33,7 @@ def new_attempt() -> str:
 
 def live_storages(models: list[torch.nn.Module], optimizer: Any) -> set[int]:
     """Addresses of all memory that the next step will change: weights, buffers and optimizer state."""
-    tensors: list[torch.Tensor] = []
-    for model in models:
-        model = getattr(model, "module", model)  # Megatron-Core's wrapper has an attribute `buffers` of its own
-        tensors += [*model.parameters(), *model.buffers()]
+    tensors = model_tensors(models)
     for part in getattr(optimizer, "chained_optimizers", [optimizer]):
         inner = getattr(part, "optimizer", None)
         if inner is None:
@@ -44,75 +43,85 @@ def live_storages(models: list[torch.nn.Module], optimizer: Any) -> set[int]:
     return {tensor.untyped_storage().data_ptr() for tensor in tensors}
 
 
-class Writing:
-    """Writes the file of this rank, in a thread or at once, and hashes it."""
+class Work:
+    """Something that is done at once or in a thread, and whose failure is told by the training thread."""
 
-    def __init__(self, request: AsyncRequest, partial: Path, live: set[int] | None) -> None:
-        """Copy what training is about to change, `live` (addresses of memory; None copies nothing).
-
-        On CUDA everything comes to the host here.
-        """
-        self.partial = partial
+    def __init__(self, action: Callable[[], None]) -> None:
         self.failure: str | None = None
-        self.hashes: dict[str, manifest.Entry] = {}
-        self.seconds = 0.0  # that writing and hashing took
-        self._request = request
-        self._done: dict[int, Any] = {}
+        self.seconds = 0.0  # that it took
+        self._action = action
         self._thread: threading.Thread | None = None
-        self._abandoned = False
-        self._buckets: list[Bucket] = request.preload_fn() if request.preload_fn is not None else []
-        if live is not None:
-            self._buckets = [_own(bucket, live) for bucket in self._buckets]
 
     def start(self, in_thread: bool) -> None:
-        """Write, or begin to."""
+        """Do it, or begin to."""
         if not in_thread:
-            self._write()
+            self._run()
             return
-        self._thread = threading.Thread(target=self._write, name="checkpoint-writer", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="checkpoint", daemon=True)
         self._thread.start()
 
     def is_done(self) -> bool:
-        """Whether this rank has written, well or not."""
+        """Whether it has been done, well or not."""
         return self._thread is None or not self._thread.is_alive()
 
-    def wait(self) -> None:
-        """Until this rank has written."""
+    def wait(self, seconds: float | None = None) -> None:
+        """Until it has been done."""
         if self._thread is not None:
-            self._thread.join()
+            self._thread.join(seconds)
+
+    def _run(self) -> None:
+        started = time.perf_counter()
+        try:
+            self._action()
+        except Exception as error:
+            self.failure = store.reason(error)
+        finally:
+            self.seconds = time.perf_counter() - started
+
+
+class Writing(Work):
+    """Writes the file of this rank, and hashes it."""
+
+    def __init__(self, partial: Path, buckets: list[Bucket], metadata: Metadata | None = None) -> None:
+        """`buckets` are Megatron-Core's, in memory that training leaves alone; `metadata` is its table, on rank 0."""
+        super().__init__(lambda: self._write())
+        self.partial = partial
+        self.hashes: dict[str, manifest.Entry] = {}
+        self.written = pickle.dumps([])  # what Megatron-Core says of it, ready to be passed on
+        self._buckets, self._metadata = buckets, metadata
+        self._abandoned = False
 
     def abandon(self, seconds: float = 60.0) -> None:
         """Give up: what is written is left in `partial` and never counts. Waits a while for the file being written."""
         self._abandoned = True
-        if self._thread is not None:
-            self._thread.join(seconds)
+        self.wait(seconds)
 
-    def finish(self) -> None:
-        """Write torch's and Megatron-Core's tables; every rank calls this, and only if all have written."""
-        if self._buckets:
-            self._request.async_fn_args[2].put(self._done)  # where Megatron-Core looks for what was written
-        for action in self._request.finalize_fns:
-            action()
+    def finish(self, written: list[bytes]) -> None:
+        """Write torch's and Megatron-Core's tables, on rank 0 when all have written; `written` has what each did."""
+        if self._metadata is None:
+            return
+        FileSystemWriterAsync(self.partial).finish(self._metadata, [pickle.loads(told) for told in written])
+        save_config(CheckpointingConfig("torch_dist"), str(self.partial))
 
     def _write(self) -> None:
-        started = time.perf_counter()
-        try:
-            transforms = self._request.async_fn.args[0] if self._buckets else []
-            for number, bucket in enumerate(self._buckets):
-                _, outcome = FileSystemWriterAsync.write_preloaded_data(
-                    transforms, number, bucket, None, None, use_fsync=True
-                )
-                if isinstance(outcome, Exception):
-                    raise outcome
-                self._done[number] = outcome
-                if self._abandoned:
-                    return
-                self.hashes[bucket[1]] = manifest.describe(self.partial / bucket[1])
-            self._buckets = [(path, name, ([], [])) for path, name, _ in self._buckets]  # free the copies
-        except Exception as error:  # told by the training thread, on every rank
-            self.failure = store.reason(error)
-        finally:
-            self.seconds = time.perf_counter() - started
+        transforms, written = [FileSystemWriterAsync(self.partial).transforms], []
+        for number, bucket in enumerate(self._buckets):
+            _, outcome = FileSystemWriterAsync.write_preloaded_data(
+                transforms, number, bucket, None, None, use_fsync=True
+            )
+            if isinstance(outcome, Exception):
+                raise outcome
+            written += outcome
+            if self._abandoned:
+                return
+            self.hashes[bucket[1]] = manifest.describe(self.partial / bucket[1])
+        self.written = pickle.dumps(written)
+        self._buckets = []  # free the copies
+
+
+def own_copies(buckets: list[Bucket], live: set[int]) -> list[Bucket]:
+    """The same with a copy of every tensor whose memory, one of the addresses `live`, training goes on to change."""
+    return [_own(bucket, live) for bucket in buckets]
 
 
 def _own(bucket: Bucket, live: set[int]) -> Bucket:

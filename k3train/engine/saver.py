@@ -7,17 +7,15 @@ wrote it; this one is not, and needs no DeepSpeed to be read.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core.dist_checkpointing.strategies.torch import AsyncRequest
 from safetensors.torch import save_file
 
-from k3train.checkpoint import engines, manifest, rng, store
+from k3train.checkpoint import engines, manifest, rng
 from k3train.checkpoint.saver import Saver
 from k3train.checkpoint.state import TrainState
 from k3train.checkpoint.whole import FOLDER, Tensors, file_name, generators_name
@@ -50,22 +48,16 @@ class WholeWriting(Writing):
     """Writes the tensors and the generators of this rank."""
 
     def __init__(self, tensors: Tensors, generators: dict[str, Any], partial: Path) -> None:
-        super().__init__(AsyncRequest(None, (), []), partial, None)
+        super().__init__(partial, [])
         self._tensors, self._generators = tensors, generators
         self._rank, self._ranks = dist.get_rank(), dist.get_world_size()
 
     def _write(self) -> None:
-        started = time.perf_counter()
-        try:
-            folder = self.partial / FOLDER
-            folder.mkdir(exist_ok=True)
-            files = file_name(self._rank, self._ranks), generators_name(self._rank, self._ranks)
-            save_file(self._tensors, folder / files[0])
-            torch.save(self._generators, folder / files[1])
-            self._tensors = {}
-            for name in files:
-                self.hashes[f"{FOLDER}/{name}"] = manifest.describe(folder / name)
-        except Exception as error:  # told by the training thread, on every rank
-            self.failure = store.reason(error)
-        finally:
-            self.seconds = time.perf_counter() - started
+        folder = self.partial / FOLDER
+        folder.mkdir(exist_ok=True)
+        files = file_name(self._rank, self._ranks), generators_name(self._rank, self._ranks)
+        save_file(self._tensors, folder / files[0])
+        torch.save(self._generators, folder / files[1])
+        self._tensors = {}
+        for name in files:
+            self.hashes[f"{FOLDER}/{name}"] = manifest.describe(folder / name)

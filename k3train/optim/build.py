@@ -13,6 +13,7 @@ from megatron.core.optimizer_param_scheduler import ParamGroupOverride
 
 from k3train.config.schema import MuonConfig, OptimConfig, ParallelConfig
 from k3train.model.transformer_config import K3TransformerConfig, params_dtype
+from k3train.optim.gathering import GatheringOptimizer
 from k3train.optim.muon import MuonAdamW, MuonWork, newton_schulz_precision
 from k3train.optim.plan import assign_owners, compile_rounds, gather_blocks, pieces_of
 from k3train.optim.policy import Treatment, apply_policy
@@ -74,8 +75,9 @@ def build_optimizer(
     for part in named_parts(optimizer).values():
         if optim.name == "muon" and part.optimizer is not None:
             _install_muon(part, optim, treatments)
-        elif isinstance(part, DistributedOptimizer) and isinstance(part.optimizer, torch.optim.AdamW):
-            part.__class__ = TorchAdamDistributedOptimizer
+        elif isinstance(part, DistributedOptimizer) and part.optimizer is not None:
+            adam = isinstance(part.optimizer, torch.optim.AdamW)
+            part.__class__ = TorchAdamDistributedOptimizer if adam else GatheringOptimizer
     return in_two_phases(optimizer)
 
 

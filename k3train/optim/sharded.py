@@ -11,10 +11,11 @@ from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params
 
+from k3train.optim.gathering import GatheringOptimizer
 from k3train.optim.muon import MuonAdamW
 
 
-class TorchAdamDistributedOptimizer(DistributedOptimizer):
+class TorchAdamDistributedOptimizer(GatheringOptimizer):
     """Megatron-Core's distributed optimizer over torch's AdamW, which keeps its step count as a tensor per parameter.
 
     Megatron-Core 0.19 is at home with Transformer Engine's and Apex's Adam, which count per group. On loading it looks

@@ -156,12 +156,7 @@ class Telemetry:
             return []
         self._finished = True
         self._console.settle()
-        from k3train.telemetry.plots import (
-            draw_curves,
-            draw_experts,
-        )  # matplotlib loads slowly: only when needed
-
-        pictures = [path for path in (draw_curves(self.run_dir), draw_experts(self.run_dir)) if path is not None]
+        pictures = self._pictures()
         for text, times in list(self._said.items()):
             if times > 1:
                 self.event(f"said {times} times: {text}")
@@ -170,6 +165,11 @@ class Telemetry:
         self._console.close()
         self._log.close()
         return pictures
+
+    def _pictures(self) -> list[Path]:
+        from k3train.telemetry.plots import draw_curves, draw_experts  # matplotlib loads slowly: only when needed
+
+        return [path for path in (draw_curves(self.run_dir), draw_experts(self.run_dir)) if path is not None]
 
     def _tell_recovery(self, start_step: int) -> None:
         recovery = self._log.recovery

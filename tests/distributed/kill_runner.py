@@ -8,6 +8,7 @@ See test_checkpoint_kill.py.
 from __future__ import annotations
 
 import ctypes
+import gc
 import json
 import os
 import random
@@ -33,6 +34,7 @@ from k3train.checkpoint import directory, health, retention, writing  # noqa: E4
 from k3train.config.load import recipe_from_dict  # noqa: E402
 from k3train.platform import Platform  # noqa: E402
 from k3train.stages.pretrain import PretrainStage  # noqa: E402
+from k3train.telemetry.telemetry import Telemetry  # noqa: E402
 from k3train.train import loop, step  # noqa: E402
 
 WORLD = int(os.environ.get("K3_TEST_KILL_RANKS", "2"))
@@ -69,34 +71,34 @@ def after(owner: Any, name: str, when: Callable[[], bool]) -> None:
     setattr(owner, name, fatal)
 
 
-def arm(place: str, trainer: list[loop.Trainer]) -> None:
-    """Make this process die at a place of its second step or, for an evaluation, at the next one."""
+def arm(place: str, saves: int, trainer: list[loop.Trainer]) -> None:
+    """Make this process die at a place of the save after `saves` steps, in the step or at the evaluation after it."""
     seen = {"micro": 0}
 
-    def second_step() -> bool:
-        return bool(trainer) and trainer[0].state.step >= trainer[0].origin.state.step + 1
+    def due() -> bool:
+        return bool(trainer) and trainer[0].state.step >= trainer[0].origin.state.step + saves
 
     def second_micro_batch() -> bool:
-        seen["micro"] += second_step() and trainer[0].models[0].training
+        seen["micro"] += due() and trainer[0].models[0].training
         return seen["micro"] == 2
 
     def evaluating() -> bool:
-        return second_step() and not trainer[0].models[0].training
+        return due() and not trainer[0].models[0].training
 
     where = {
         "accumulation": lambda: before(step.StepRunner, "_forward_step", second_micro_batch),
         "evaluation": lambda: before(step.StepRunner, "_forward_step", evaluating),
-        "planned": lambda: before(writing.Writing, "start", second_step),
-        "written": lambda: before(writing.Writing, "finish", second_step),
-        "unmarked": lambda: before(directory, "finish", second_step),
-        "marked": lambda: after(directory, "finish", second_step),
-        "committed": lambda: before(retention, "prune", second_step),
-        "pruning": lambda: before(directory.shutil, "rmtree", second_step),
+        "planned": lambda: before(writing.Writing, "start", due),
+        "written": lambda: before(writing.Writing, "finish", due),
+        "unmarked": lambda: before(directory, "finish", due),
+        "marked": lambda: after(directory, "finish", due),
+        "committed": lambda: before(retention, "prune", due),
+        "pruning": lambda: before(directory.shutil, "rmtree", due),
     }
     where[place]()
 
 
-def run_rank(rank: int, recipe: dict[str, Any], folder: Path, place: str | None) -> int:
+def run_rank(rank: int, recipe: dict[str, Any], folder: Path, place: str | None, saves: int) -> int:
     """One rank of one attempt, in a process of its own; returns the exit code."""
     trainers: list[loop.Trainer] = []
 
@@ -108,7 +110,7 @@ def run_rank(rank: int, recipe: dict[str, Any], folder: Path, place: str | None)
             return super().run()
 
     if place is not None:
-        arm(place, trainers)
+        arm(place, saves, trainers)
     store = dist.FileStore(str(folder / "store"), WORLD)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=WORLD)
     here = Platform("cpu", torch.device("cpu"), "gloo", rank, rank, WORLD)
@@ -165,13 +167,14 @@ def end(pids: dict[int, int]) -> None:
 def attempt(recipe: dict[str, Any], folder: Path, kill: dict[str, Any] | None) -> dict[str, Any]:
     """Start both ranks; with `kill`, one dies, and the other one is ended after a moment."""
     folder.mkdir()
+    started = time.monotonic()
     root = Path(recipe["run"]["dir"]) / "checkpoints"
     earlier = [step for step, _ in directory.committed(root)]
     place = kill.get("place") if kill else None
     pids = {}
     for rank in range(WORLD):
         mine = place if kill and kill["rank"] == rank else None
-        pids[rank] = start(rank, recipe, folder, mine, folder=folder)
+        pids[rank] = start(rank, recipe, folder, mine, kill["saves"] if mine else 0, folder=folder)
     deadline = time.monotonic() + ATTEMPT_SECONDS
     report: dict[str, Any] = {"expected": earlier[-1] if earlier else 0, "kill": kill}
     if kill is None:
@@ -190,6 +193,7 @@ def attempt(recipe: dict[str, Any], folder: Path, kill: dict[str, Any] | None) -
         lag = time.monotonic() + kill["lag"]
         report["codes"] |= wait(pids, deadline, lambda: time.monotonic() > lag)
     end(pids)
+    report["seconds"] = time.monotonic() - started
     began = folder / "began"
     report["began"] = int(began.read_text()) if began.is_file() else None
     report["left"] = sorted(names(root))
@@ -209,7 +213,11 @@ def main() -> None:
     kills += [{"steps": chance.uniform(0, 5), "rank": chance.randrange(WORLD)} for _ in range(moments)]
     for kill in kills:
         kill["lag"] = chance.uniform(0, 0.3)
-    steps = 2 * (len(kills) - moments) + 3 * moments + 6
+    for number, kill in enumerate(kills):
+        kill["saves"] = 3 if number % 2 else 1  # the first one is planned by Megatron-Core, the third is not
+    steps = 3 * len(kills) + 6
+    Telemetry._pictures = lambda self: []
+    gc.freeze()  # what forked ranks share is not written to
     made = {
         "model__num_layers": 2,
         "model__full_attention_layers": [2],

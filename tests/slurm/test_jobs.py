@@ -1,4 +1,7 @@
-"""slurm/pretrain.sbatch on a real Slurm: whatever interrupts a job, its run ends like one that nothing disturbed."""
+"""slurm/pretrain.sbatch on a real Slurm, one job for each thing that may happen, where test_one_job.py has one for all.
+
+Whatever interrupts a job, its run ends like one that nothing disturbed.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,7 @@ from typing import Any
 import pytest
 from small_run import lines
 
+pytestmark = pytest.mark.long
 TWO_NODES = ("--nodes=2",)
 
 

@@ -1,6 +1,7 @@
-"""On PYTHONPATH of the jobs: the first start of a job waits before step K3_TEST_HOLD until it is told to stop.
+"""On PYTHONPATH of the jobs: a start waits in one of its steps until it is told to stop, and draws no pictures.
 
-So a signal always comes in the middle of a run, however fast the machine is. Python imports this module by itself.
+K3_TEST_HOLD says in which: "3" the first start in its third step, "2,2" the first two starts in their second. So a
+signal always comes in the middle of a run, however fast the machine is. Python imports this module by itself.
 """
 
 from __future__ import annotations
@@ -11,17 +12,22 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 LONGEST = 300.0  # seconds; the test has failed by then
-STAGE = "k3train.stages.pretrain"
+STEPS = [int(step) for step in os.environ.get("K3_TEST_HOLD", "").split(",") if step]
+START = int(os.environ.get("SLURM_RESTART_COUNT", "0"))
+HELD = STEPS[START] if len(STEPS) > START else None
 
 
-class Hold(importlib.abc.MetaPathFinder):
-    """Finds the pretraining stage once, and has its training data wait."""
+class After(importlib.abc.MetaPathFinder):
+    """Finds a module once, and has `change` called with it when it has been imported."""
+
+    def __init__(self, name: str, change: Callable[[object], None]) -> None:
+        self.name, self.change = name, change
 
     def find_spec(self, name: str, path: object = None, target: object = None) -> object:
-        if name != STAGE:
+        if name != self.name:
             return None
         sys.meta_path.remove(self)
         spec = importlib.util.find_spec(name)
@@ -29,10 +35,18 @@ class Hold(importlib.abc.MetaPathFinder):
 
         def exec_module(module: object) -> None:
             load(module)
-            module.PretrainStage.training_steps = held(module.PretrainStage.training_steps)
+            self.change(module)
 
         spec.loader.exec_module = exec_module
         return spec
+
+
+def hold(module: object) -> None:
+    module.PretrainStage.training_steps = held(module.PretrainStage.training_steps)
+
+
+def draw_nothing(module: object) -> None:
+    module.Telemetry._pictures = lambda self: []
 
 
 def held(training_steps: object) -> object:
@@ -40,7 +54,7 @@ def held(training_steps: object) -> object:
 
     def steps(self: object, consumed_samples: int) -> Iterator[object]:
         for number, batches in enumerate(training_steps(self, consumed_samples), start=1):
-            if number == int(os.environ["K3_TEST_HOLD"]) and os.environ.get("RANK", "0") == "0":
+            if number == HELD and os.environ.get("RANK", "0") == "0":
                 flag = signal.getsignal(signal.SIGUSR1).__self__  # the loop's StopFlag
                 deadline = time.monotonic() + LONGEST
                 while not flag.signal and time.monotonic() < deadline:
@@ -50,5 +64,6 @@ def held(training_steps: object) -> object:
     return steps
 
 
-if os.environ.get("K3_TEST_HOLD") and os.environ.get("SLURM_RESTART_COUNT", "0") == "0":
-    sys.meta_path.insert(0, Hold())
+sys.meta_path.insert(0, After("k3train.telemetry.telemetry", draw_nothing))
+if HELD is not None:
+    sys.meta_path.insert(0, After("k3train.stages.pretrain", hold))
