@@ -142,7 +142,7 @@ def main() -> int:
         for name, run_dir in runs.items():
             trained, shipped = held_out(run_dir, "as-trained", stage), ship(run_dir)
             print(f"| {RUNS[name]} | as trained | {trained.row(trained)} |", flush=True)
-            for words, quant in (("shipped: MXFP4 weights", "none"), ("shipped: MXFP4 weights, MXFP8 inputs", "k3")):
+            for words, quant in (("exported: MXFP4 weights", "none"), ("exported: MXFP4 weights, MXFP8 inputs", "k3")):
                 print(f"| {RUNS[name]} | {words} | {held_out(shipped, quant, stage).row(trained)} |", flush=True)
         print(f"{len(trained.log_probs):,} held-out tokens", file=sys.stderr)
         platform.stop()

@@ -13,7 +13,7 @@ from small_run import lines, make_corpus, small_recipe, train
 pytest.importorskip("deepspeed", reason="deepspeed is not installed: pip install -e '.[deepspeed]'")
 
 CLOSE = 1e-5
-NORM_CLOSE = 3e-5  # relative; AdamW makes much of the last bits of gradients that are almost nothing
+NORM_CLOSE = 1e-5  # relative
 TIMEOUT = 600.0  # of a call, on a machine that does other things besides
 SHARDED = {"zero_stage": 3, "offload_optimizer": True, "offload_parameters": True, "persistence_threshold": 0}
 ENGINES: dict[str, dict[str, Any]] = {
@@ -37,13 +37,16 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def recipe(corpus: Path, run_dir: Path, steps: int, **changes: Any) -> dict[str, Any]:
-    """With multi-token prediction, which uses the embedding and the head twice.
+    """Steps of two micro-batches a rank, with multi-token prediction, which uses the embedding and the head twice.
 
-    Steps are of two micro-batches a rank; the long runs have the same rows in one, which takes half the time.
+    The long runs have the same rows in one micro-batch and no such layer, which takes a third of the time. A router's
+    bias is an order statistic, which the last bits of a score can move by more than all bounds here: the longer a run
+    and the more routers, the likelier, between two of Megatron-Core's layouts as well (docs/deepspeed.md).
     """
     common = {"train__steps": steps, "train__eval_interval": 3, "model__mtp__num_layers": 1}
     model = {"model__num_layers": 3, "model__full_attention_layers": [3]}
-    long = {"train__micro_batch_size": 2, "train__eval_interval": 10} if steps == LONG else {}
+    long = {"train__micro_batch_size": 2, "train__eval_interval": 10, "model__mtp__num_layers": 0}
+    long = long if steps == LONG else {}
     return small_recipe(corpus, run_dir, **{**common, **model, **long, **changes})
 
 
@@ -239,27 +242,36 @@ def test_quantization_aware_training_is_megatrons(pool: Any, corpus: Path, tmp_p
 
 
 def test_adapters_are_trained_as_by_megatron(pool: Any, corpus: Path, tmp_path: Path) -> None:
-    """From a base without any, in ZeRO-2 and ZeRO-3; the base is left as it was, bit for bit."""
+    """From a base without any, interrupted in ZeRO-2, continued in ZeRO-3, converted; the base stays bit for bit."""
     from k3train.checkpoint.whole import SavedTensors
 
-    base, reference = tmp_path / "base", tmp_path / "megatron"
-    ((code, frozen),) = pool.run(
-        train, 1, recipe(corpus, base, 1, model__mtp__num_layers=0, train__eval_samples=0), timeout=TIMEOUT
+    base, reference, run_dir = (tmp_path / name for name in ("base", "megatron", "deepspeed"))
+    plain = recipe(corpus, base, 1, model__mtp__num_layers=0, train__eval_samples=0)
+    ((code, frozen),) = pool.run(train, 1, plain, timeout=TIMEOUT)
+    assert code == 0
+    adapted = recipe(corpus, reference, 4, **ADAPTED, checkpoint__load=str(base))
+    ((code, wanted), _) = pool.run(train, 2, adapted, timeout=TIMEOUT)
+    assert code == 0
+    (converted,) = pool.run(
+        convert, 1, base / "checkpoints" / "step_00000001", tmp_path / "converted" / "checkpoints", timeout=TIMEOUT
     )
-    assert code == 0
-    adapted = {**ADAPTED, "checkpoint__load": str(base)}
-    ((code, wanted), _) = pool.run(train, 2, recipe(corpus, reference, 4, **adapted), timeout=TIMEOUT)
-    assert code == 0
-    for name in ("zero2", "zero3"):
-        changes = {"engine": "deepspeed", **ENGINES[name], **adapted}
-        results = pool.run(train_deepspeed, 2, recipe(corpus, tmp_path / name, 4, **changes), timeout=TIMEOUT)
-        assert [code for code, _ in results] == [0, 0]
-        agree(tmp_path / name, reference, name)
-        saved = SavedTensors(tmp_path / name / "checkpoints" / "step_00000004", 2)
-        assert saved.keys() == wanted.keys()
-        assert {key for key in saved if "fp32" in saved[key]} == {key for key in wanted if ".lora." in key}
-        for key, kinds in saved.items():
-            if ".lora." in key:
-                assert (kinds["fp32"] - wanted[key]).abs().max() < 1e-3, f"{key} of {name}"
-            else:
-                assert torch.equal(next(iter(kinds.values())), frozen[key]), f"{key} of {name}"
+    for name, signal_at, code in (("zero2", 2, 128 + 15), ("zero3", 0, 0)):
+        changes = {"engine": "deepspeed", **ENGINES[name], **ADAPTED, "checkpoint__load": str(converted)}
+        results = pool.run(train_deepspeed, 2, recipe(corpus, run_dir, 4, **changes), signal_at, timeout=TIMEOUT)
+        assert [found for found, _ in results] == [code, code]
+    agree(run_dir, reference)
+    saved = SavedTensors(run_dir / "checkpoints" / "step_00000004", 2)
+    assert saved.keys() == wanted.keys()
+    assert {key for key in saved if "fp32" in saved[key]} == {key for key in wanted if ".lora." in key}
+    for key, kinds in saved.items():
+        if ".lora." in key:
+            assert (kinds["fp32"] - wanted[key]).abs().max() < 1e-3, key
+        else:
+            assert torch.equal(next(iter(kinds.values())), frozen[key]), key
+    # Through Megatron-Core's form, which is what is exported, and back: the same bits.
+    there, back = (tmp_path / name / "checkpoints" for name in ("there", "back"))
+    pool.run(convert, 1, run_dir / "checkpoints" / "step_00000004", there, timeout=TIMEOUT)
+    pool.run(convert, 1, there / "step_00000004", back, timeout=TIMEOUT)
+    again = SavedTensors(back / "step_00000004", 1)
+    assert again.keys() == saved.keys()
+    assert all(torch.equal(tensor, again[key][kind]) for key in saved for kind, tensor in saved[key].items())
