@@ -6,6 +6,8 @@ SHELL := bash
 BIN := .venv/bin
 DEMO_ARGS ?=
 TEST_ARGS ?=
+# Two worker processes: one runs the tests on ranks, the other all else (tests/conftest.py).
+TEST_WORKERS ?= -n 2 --dist loadgroup --no-loadscope-reorder
 
 # No model hub is ever asked for anything: the corpus is made here and the tokenizer trained on it.
 export HF_HUB_OFFLINE := 1
@@ -37,7 +39,7 @@ demo-sft: setup ## fine-tune the run of make demo on made-up tasks; exact match 
 	@$(BIN)/k3train eval --checkpoint runs/k3-tiny-sft --tasks data/tasks/tasks-held-out.jsonl --max-new-tokens 64
 
 test: setup ## run the tests
-	@$(BIN)/python -m pytest $(TEST_ARGS)
+	@$(BIN)/python -m pytest $(TEST_WORKERS) $(TEST_ARGS)
 
 lint: setup ## check style
 	@$(BIN)/ruff check .

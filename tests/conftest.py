@@ -1,4 +1,4 @@
-"""What all tests share: no network, no W&B account, cheap tests first, and a pool of ranks."""
+"""What all tests share: no network, no W&B account, an order, and a pool of ranks."""
 
 from __future__ import annotations
 
@@ -36,14 +36,31 @@ def pytest_configure(config: pytest.Config) -> None:
     os._exit = told
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Quick folders first, so that a plain mistake shows in seconds."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Quick folders first, so that a plain mistake shows in seconds.
+
+    Where pytest-xdist has several workers, one has all tests on ranks (a second pool of them would not fit the cores)
+    and starts with them at once, while the others take the rest, file by file.
+    """
+    parallel = getattr(config.option, "numprocesses", None) or hasattr(config, "workerinput")
 
     def position(item: pytest.Item) -> int:
         folder = item.path.relative_to(TESTS).parts[0]
+        if parallel and _group(item) == "ranks":
+            return -1
         return ORDER.index(folder) if folder in ORDER else len(ORDER)
 
     items.sort(key=position)
+    for item in items:
+        item.add_marker(pytest.mark.xdist_group(_group(item)))
+
+
+def _group(item: pytest.Item) -> str:
+    """The tests that one worker has to have all of: those on the pool's ranks, those on one cluster, or a file's."""
+    where = item.path.relative_to(TESTS)
+    if where.parts[0] == "distributed" or "pool" in getattr(item, "fixturenames", ()):
+        return "ranks"
+    return "slurm" if where.parts[0] == "slurm" else where.as_posix()
 
 
 @pytest.fixture(scope="session")

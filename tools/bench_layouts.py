@@ -34,6 +34,7 @@ LAYOUTS: dict[str, tuple[int, list[str]]] = {
     "single, recompute": (1, ["parallel.recompute=full"]),
     "dp2": (2, []),
     "tp2": (2, ["parallel.tensor=2"]),
+    "cp2": (2, ["parallel.context=2"]),
     "ep2": (2, ["parallel.expert=2"]),
     "pp2": (2, ["parallel.pipeline=2", "parallel.pipeline_layout=auto"]),
     "pp2 vpp2": (2, ["parallel.pipeline=2", "parallel.virtual_pipeline=2", "parallel.pipeline_layout=auto"]),

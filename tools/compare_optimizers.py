@@ -3,7 +3,7 @@
     python tools/compare_optimizers.py --data data/demo --out runs/optimizers --steps 160 --picture loss.png
 
 Every run reads the same batches of its seed and takes equally many tokens; only the optimizer group differs, and the
-learning rate where `--lr` names one for an optimizer (`--lr muon=1e-3`). Runs that are finished are not repeated, so a
+learning rate where `--lr` names one for an optimizer (`--lr muon-tiny=5e-3`). Runs that are finished are not repeated, so a
 broken comparison can be taken up again. Prints a table in Markdown: held-out loss, mean and spread over seeds, and the
 median time of an optimizer step.
 """
@@ -24,7 +24,7 @@ from k3train.stages.pretrain import PretrainStage
 from k3train.telemetry.metrics_log import read_metrics
 from k3train.train.loop import run_training
 
-OPTIMIZERS = {"adamw-tiny": "AdamW", "muon": "Muon, whole matrices", "per-head-muon": "Per-Head Muon"}
+OPTIMIZERS = {"adamw-tiny": "AdamW", "muon-tiny": "Muon, whole matrices", "per-head-muon-tiny": "Per-Head Muon"}
 
 
 def arguments() -> argparse.Namespace:

@@ -14,6 +14,7 @@ from k3train.config.rules import (
     nearest_multiple,
     refuse,
 )
+from k3train.config.rules_balanced_experts import check_balanced_experts
 from k3train.config.schema import ParallelConfig, RecipeConfig
 from k3train.errors import UserError
 
@@ -46,6 +47,7 @@ def check_parallel(config: RecipeConfig, world_size: int) -> None:
     _check_tensor(config)
     _check_context(config)
     _check_expert(config)
+    check_balanced_experts(config)
     _check_pipeline(config)
     _check_world_size(config, world_size)
     _check_overlap(config)

@@ -31,6 +31,9 @@ class ParallelConfig:
     context: int = 1  # contiguous parts of every sequence, one a rank (docs/context_parallel.md)
     expert: int = 1
     expert_tensor: int = 1
+    # In training every expert-parallel rank computes as many token copies, by redundant experts that are planned anew
+    # for each layer and micro-batch (the report's MoonEP; docs/balanced_experts.md).
+    balanced_experts: bool = False
     distributed_optimizer: bool = True  # ZeRO-1: optimizer state sharded over data-parallel ranks
     overlap_grad_reduce: bool = False
     overlap_param_gather: bool = False

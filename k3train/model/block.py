@@ -52,6 +52,8 @@ class K3Block(MegatronModule):
         )
         for layer in self.layers:
             layer.keeps_mixtures = recompute
+            if config.balanced_experts and hasattr(layer, "moe"):
+                layer.moe.token_dispatcher.keeps_loans = recompute
         self.is_last = contents.head
         if contents.head:
             self.output_residual = AttentionResidual(config) if residual.enabled else None

@@ -12,6 +12,7 @@ from megatron.core.transformer.module import MegatronModule
 
 from k3train.model.ffn import gated_halves
 from k3train.model.transformer_config import K3TransformerConfig
+from k3train.parallel.expert_loan import ExpertLoan
 from k3train.parallel.regions import mark_sharded
 from k3train.quant.fake import FakeQuant
 
@@ -45,33 +46,46 @@ class LatentExperts(MegatronModule):
             # Gradients are reduced over the ranks that hold the same experts; in every layout, so that experts have
             # an optimizer of their own in every layout and checkpoints fit any other.
             weight.allreduce = False
+        self._loan: ExpertLoan | None = None  # between the two calls of a forward that borrows
+        self._fetched: tuple[torch.Tensor, ...] = ()
         self.fake_quant: FakeQuant | None = None
         if config.quant is not None:
             self.fake_quant = FakeQuant(config.quant, "cpu" if config.use_cpu_initialization else "cuda")
 
     def forward(
-        self, dispatched: torch.Tensor, tokens_per_expert: torch.Tensor, weights: torch.Tensor
-    ) -> tuple[torch.Tensor, None]:
-        """Tokens [t, latent] sorted by expert, counts [E_local], router weights [t]; returns [t, latent]."""
-        w13, w2 = self._weight("w13", self.w13).flatten(1, 2), self._weight("w2", self.w2)
+        self,
+        dispatched: torch.Tensor | ExpertLoan,
+        tokens_per_expert: torch.Tensor | None = None,
+        weights: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, None] | None:
+        """Tokens [t, latent] sorted by expert, counts [E_local], router weights [t]; returns [t, latent].
+
+        With a loan alone, weights of other ranks' experts are sent for, and None is returned; the call that follows
+        has counts [E_local + slots] and uses them. A call of the module as any other, so that hooks which bring its
+        own parameters up to date come first.
+        """
+        if isinstance(dispatched, ExpertLoan):
+            self._loan = dispatched
+            self._fetched = dispatched.fetch(self._weight("w13", self.w13), self._weight("w2", self.w2))
+            return None
+        loan, w13, w2 = self._stacks()
         dispatched = self._input("w13", dispatched)
-        if use_grouped_matmul(dispatched, self.w13.shape[-1], self.w2.shape[-1]):
-            offsets = tokens_per_expert.to(dispatched.device).cumsum(0).to(torch.int32)
-            fused = torch.nn.functional.grouped_mm(dispatched, w13.transpose(1, 2), offs=offsets)
-            hidden = self._input("w2", self._activate(fused, weights))
-            out = torch.nn.functional.grouped_mm(hidden, w2.transpose(1, 2), offs=offsets)
-        else:
-            counts = tokens_per_expert.tolist()
-            # Training visits idle experts as well, so that the weights have a gradient whatever was routed.
-            idle_too = torch.is_grad_enabled() or not any(counts)
-            experts = [e for e, count in enumerate(counts) if count or idle_too]
-            sizes, into, back = [counts[e] for e in experts], w13.unbind(0), w2.unbind(0)
-            fused = torch.cat([x @ into[e].t() for x, e in zip(dispatched.split(sizes), experts)])
-            hidden = self._input("w2", self._activate(fused, weights)).split(sizes)
-            out = torch.cat([h @ back[e].t() for h, e in zip(hidden, experts)])
+        grouped = use_grouped_matmul(dispatched, self.w13.shape[-1], self.w2.shape[-1])
+        fused = multiply(dispatched, [w.flatten(1, 2) for w in w13], tokens_per_expert, grouped)
+        hidden = self._input("w2", self._activate(fused, weights))
+        out = multiply(hidden, w2, tokens_per_expert, grouped)
         if self.weights_after_w2:
             out = (out.float() * weights.unsqueeze(-1)).to(out.dtype)
-        return out, None
+        return out if loan is None else loan.used(out), None
+
+    def _stacks(self) -> tuple[ExpertLoan | None, list[torch.Tensor], list[torch.Tensor]]:
+        """The loan of this call, and the stacks of w13 and w2: this rank's, then the borrowed ones."""
+        loan, self._loan = self._loan, None
+        if loan is None:
+            return None, [self._weight("w13", self.w13)], [self._weight("w2", self.w2)]
+        (w13, w2, more13, more2), self._fetched = self._fetched, ()
+        loan.wait()
+        return loan, [w13, more13], [w2, more2]
 
     def _weight(self, name: str, weight: torch.Tensor) -> torch.Tensor:
         return weight if self.fake_quant is None else self.fake_quant.weight(name, weight)
@@ -96,6 +110,35 @@ class LatentExperts(MegatronModule):
             prefix + name: ShardedTensor.from_rank_offsets(prefix + name, weight, expert, width, replica_id=replica)
             for name, weight in (("w13", self.w13), ("w2", self.w2))
         }
+
+
+def multiply(
+    rows: torch.Tensor, stacks: Sequence[torch.Tensor], counts: torch.Tensor, grouped: bool
+) -> torch.Tensor:
+    """Rows [t, n] sorted by expert, each times its expert's matrix: [t, m].
+
+    `stacks` hold matrices [experts, m, n], `counts` the rows of every expert of all stacks; on the host where there
+    are several stacks. `grouped`: see `use_grouped_matmul`.
+    """
+    if grouped:
+        parts = [rows]
+        groups = counts.split([len(stack) for stack in stacks])
+        if len(stacks) > 1:
+            parts = rows.split([int(group.sum()) for group in groups])
+        made = []
+        for part, stack, group in zip(parts, stacks, groups):
+            if made and not len(part):  # the first stack's weights need a gradient in any case
+                continue
+            offsets = group.to(rows.device).cumsum(0).to(torch.int32)
+            made.append(torch.nn.functional.grouped_mm(part, stack.transpose(1, 2), offs=offsets))
+        return made[0] if len(made) == 1 else torch.cat(made)
+    sizes = counts.tolist()
+    # Training visits idle experts of the first stack, so that its weights have a gradient whatever was routed.
+    idle_too = len(stacks[0]) if torch.is_grad_enabled() or not any(sizes) else 0
+    experts = [e for e, size in enumerate(sizes) if size or e < idle_too]
+    matrices = [matrix for stack in stacks for matrix in stack.unbind(0)]
+    parts = zip(rows.split([sizes[e] for e in experts]), experts)
+    return torch.cat([part @ matrices[e].t() for part, e in parts])
 
 
 def weights_changed(chunks: Sequence[torch.nn.Module]) -> None:

@@ -24,6 +24,7 @@ class K3TransformerConfig(TransformerConfig):
 
     k3: ModelConfig = field(default_factory=ModelConfig)
     update_router_bias: bool = True
+    balanced_experts: bool = False  # expert-parallel ranks compute equally many token copies (`parallel.expert_plan`)
     quant: QuantConfig | None = None  # how routed experts are rounded in training; None: not at all
     spec: K3Submodules | None = None  # the layers K3 is built from; None: those that `transformer_impl` names
     pipeline_traffic: PipelineTraffic | None = None  # what crosses the stage boundaries; set with the layout
@@ -63,6 +64,7 @@ def build_transformer_config(
     return K3TransformerConfig(
         k3=model,
         update_router_bias=update_router_bias,
+        balanced_experts=parallel.balanced_experts,
         num_layers=model.num_layers,
         hidden_size=model.hidden_size,
         num_attention_heads=model.mla.num_heads,

@@ -15,6 +15,7 @@ from k3train.config.model import ModelConfig
 from k3train.config.quant import policy_in_force
 from k3train.config.schema import RecipeConfig
 from k3train.model.model import padded_vocab_size
+from k3train.parallel.expert_plan import most_redundant
 
 _LOSS_OF_ITS_OWN = ("distill",)  # stages that keep the logits and compute their loss in PyTorch
 CHUNK_CPU = 16  # tokens of a chunk of k3kernels' KDA
@@ -215,6 +216,10 @@ class Activations:
             # What is sent, what arrives, and the same of their gradients.
             sent = self.shard * moe.top_k * latent * self.e
             found["dispatch buffers"] = 2 * (sent + self.dispatched_tokens() * latent * self.e)
+            if (p := self.config.parallel).balanced_experts:
+                # Room for the weights of as many as there may be, and for their gradients.
+                slots = most_redundant(moe.num_experts, p.expert)
+                found["redundant experts"] = 2 * slots * 3 * latent * moe.expert_hidden_size * self.e
         if head:
             rows, padded = self._vocabulary_rows()
             low = self.e if self.e == 2 else 0

@@ -29,6 +29,7 @@ _COLORS = {
     "logits": "#b3202a",
     "logits in the making": "#e07b81",
     "dispatch buffers": "#5f6a74",
+    "redundant experts": "#39424b",
     "KDA states, made again": "#828d97",
     "recomputed layer": "#a5aeb6",
     "batch": "#c8ced3",

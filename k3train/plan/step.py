@@ -204,6 +204,10 @@ def _volumes(
         copies = work.tokens / p.tensor * model.moe.top_k * (model.moe.latent_size or model.hidden_size) * work.e
         _, fast, network = links.split_all_to_all(copies, model.moe.top_k, False)
         found["token dispatch"] = Volume(*(2 * passes * count * layers * size for size in (fast, network)))
+        if p.balanced_experts:
+            # Fetched forward and once more for the backward, and the gradients returned.
+            _, fast, network = links.split_all_to_all(work.expert_bytes() * p.expert / (p.expert - 1), 1, False)
+            found["redundant experts, one a rank"] = Volume(*(3 * count * layers * size for size in (fast, network)))
     if p.tensor > 1:
         layers = max(sum(len(stages[s].layers) for s in _own(r, p)) for r in range(p.pipeline))
         size = work.tokens * model.hidden_size * work.e * (p.tensor - 1) / p.tensor

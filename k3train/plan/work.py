@@ -133,7 +133,23 @@ class Work:
         permuted = copies * (self.practice.permute_passes * latent + 5 * m.expert_hidden_size)
         found["elementwise"] = self._moved((permuted + t * (4 * shared + 6 * h)) * self.e + t * m.num_experts * 24)
         found["dispatch"] = self.dispatch(copies * latent)
+        if self.config.parallel.balanced_experts:
+            found["redundant experts"] = self.redundant_expert()
         return found
+
+    def expert_bytes(self) -> float:
+        """The weights of one routed expert."""
+        model, moe = self.model, self.model.moe
+        return 3 * (moe.latent_size or model.hidden_size) * moe.expert_hidden_size * self.e
+
+    def redundant_expert(self) -> Seconds:
+        """Fetching one expert a rank, as many as plans take on average (docs/balanced_experts.md).
+
+        The backward returns its gradients, and before that fetches it again, unless the layer is run again anyway.
+        """
+        ranks = self.config.parallel.expert
+        once = self.links.all_to_all(self.expert_bytes() * ranks / (ranks - 1), 1, False)
+        return Seconds(once, once if self.again() else 2 * once)
 
     def dispatch(self, elements: float) -> Seconds:
         """Sending token copies to their experts and back; the backward does the same with gradients."""

@@ -150,10 +150,23 @@ def _patch_megatron() -> None:
 
 
 def _run_eagerly() -> None:
-    """Megatron-Core compiles small functions at their first call; on a CPU that costs more than it ever gives back."""
+    """Megatron-Core compiles small functions at their first call; on a CPU that costs more than it ever gives back.
+
+    Its decorators load the compiler when Megatron-Core is imported, a third of the time that takes; where that is still
+    to come, it happens here and without them.
+    """
     os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
     if "torch._dynamo" in sys.modules:
         sys.modules["torch._dynamo"].config.disable = True
+
+    def as_it_is(function: Any = None, **options: Any) -> Any:
+        return as_it_is if function is None else function
+
+    compiler, torch.compile = torch.compile, as_it_is
+    try:
+        importlib.import_module("megatron.core")
+    finally:
+        torch.compile = compiler
 
 
 def _padded(parts: Sequence[torch.Tensor], length: int) -> torch.Tensor:

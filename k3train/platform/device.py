@@ -37,13 +37,27 @@ def resolve_device(asked: str) -> str:
     return asked
 
 
+def adapt(device: str = "auto") -> str:
+    """Make Megatron-Core run on the device; returns its kind. Before that is imported, it saves seconds.
+
+    Raises:
+        UserError: when CUDA is asked for and torch sees none.
+    """
+    kind = resolve_device(device)
+    if kind == "cpu":
+        from k3train.platform import cpu
+
+        cpu.install()
+    return kind
+
+
 def start(device: str = "auto", threads: int | None = None, timeout_minutes: float = 30.0) -> Platform:
     """Join the process group named by RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT (one rank where they are absent).
 
     On the CPU this adapts Megatron-Core first (see `k3train.platform.cpu`), so it has to come before any Megatron
     module is built.
     """
-    kind = resolve_device(device)
+    kind = adapt(device)
     rank = int(os.environ.get("RANK", 0))
     world_size = int(os.environ.get("WORLD_SIZE", 1))
     local_rank = int(os.environ.get("LOCAL_RANK", rank))
@@ -53,9 +67,6 @@ def start(device: str = "auto", threads: int | None = None, timeout_minutes: flo
         torch_device, backend = torch.device("cuda", local_rank % torch.cuda.device_count()), "nccl"
         torch.cuda.set_device(torch_device)
     else:
-        from k3train.platform import cpu
-
-        cpu.install()
         torch.set_num_threads(threads or max(1, (os.cpu_count() or 1) // local_world))
         torch_device, backend = torch.device("cpu"), "gloo"
     if not dist.is_initialized():

@@ -27,6 +27,8 @@ def _storage_sentence(error: Exception, config: RecipeConfig) -> str | None:
 def run_stage(config: RecipeConfig) -> int:
     """Run the stage that `config.stage.name` names, on the rank described by the environment; returns the exit code."""
     from k3train import platform
+
+    platform.adapt(config.run.device)  # before the imports that bring Megatron-Core
     from k3train.stages.distill import DistillStage
     from k3train.stages.inputs import check_inputs
     from k3train.stages.pretrain import PretrainStage

@@ -84,7 +84,7 @@ class Telemetry:
         model_flops (of the step), tflops_per_second, mfu (None where unknown), memory_bytes,
         pipeline_bytes (sent between the stages of one pipeline), balance
         {max_violation | dead_fraction | bias_spread: {layer: value}}, qk_clip {max_logit | clipped_heads:
-        {layer: value}}, paths {part: path taken}, timings
+        {layer: value}}, expert_dispatch {name: value}, paths {part: path taken}, timings
         {phase: s}, tokens_per_expert {layer: [counts]}. Other keys are recorded as they are.
         """
         if not self.is_writer:

@@ -25,7 +25,7 @@ from k3train.train import hooks, rollback, startup
 from k3train.train.engine import build_engine
 from k3train.train.faults import Faults
 from k3train.train.guards import Guards
-from k3train.train.metrics import Throughput, balance_metrics, gather_balance, memory_bytes
+from k3train.train.metrics import Throughput, balance_metrics, dispatch_metrics, gather_balance, memory_bytes
 from k3train.train.quantization import tell_quantization
 from k3train.train.resume import find_origin
 from k3train.train.signals import StopFlag, exit_code
@@ -162,6 +162,7 @@ class Trainer:
         interval = train.log_expert_load_interval
         metrics.update(hooks.step_metrics(self.stage, metrics["step_time"]))
         metrics.update(balance_metrics(balance, with_load=interval > 0 and self._due(interval)))
+        metrics.update(dispatch_metrics(self.models, self.config, self.here.device))
         self.telemetry.step(metrics)
         rollback.tell(self, after, number, loss, grad_norm)
         self.save_now = rollback.follow(self, verdict, after)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import resource
 import sys
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +20,8 @@ from k3train.model.experts import use_grouped_matmul
 from k3train.model.spec import attention_path
 from k3train.optim.muon import newton_schulz_precision
 from k3train.parallel.balance import LayerBalance
+from k3train.parallel.balanced_dispatch import loads_of
+from k3train.parallel.dispatch_load import pool_loads
 from k3train.platform import Platform
 from k3train.telemetry.flops import model_flops, peak_flops
 
@@ -58,6 +61,13 @@ def balance_metrics(balance: dict[int, LayerBalance], with_load: bool) -> dict[s
     if with_load:
         metrics["tokens_per_expert"] = {layer: b.tokens_per_expert for layer, b in balance.items()}
     return metrics
+
+
+def dispatch_metrics(models: Iterable[torch.nn.Module], config: RecipeConfig, device: torch.device) -> dict[str, Any]:
+    """How even the expert-parallel ranks of a step worked; nothing where nobody balances them. On every rank."""
+    if not config.parallel.balanced_experts:
+        return {}
+    return {"expert_dispatch": pool_loads(loads_of(models), device)}
 
 
 @dataclass
@@ -117,6 +127,8 @@ def paths_taken(config: RecipeConfig, here: Platform) -> dict[str, str]:
         paths["max_logit"] = f"a product of queries and keys of its own, every {config.optim.qk_clip.interval} steps"
     if model.moe.num_experts:
         paths["dispatch"] = model.moe.dispatcher
+        if config.parallel.balanced_experts:
+            paths["dispatch"] += ", balanced by redundant experts in training"
         # Megatron-Core's rule has its own selection.
         fused = model.moe.balancing != "megatron" and resolve_routing("auto", here.device) == "triton"
         paths["routing"] = "fused top-k and histogram (triton)" if fused else "torch"

@@ -6,6 +6,7 @@ import contextlib
 import datetime
 import faulthandler
 import gc
+import importlib
 import os
 import pickle
 import signal
@@ -59,7 +60,12 @@ def _prepare() -> None:
 
     quiet_libraries()
     cpu.install()
+    for module in ("k3train.stages", "k3train.train.loop", "k3train.checkpoint.saver"):
+        importlib.import_module(module)
     torch.set_num_threads(1)
+    # What the libraries hold stays: 400,000 objects that no later collection has to walk through (0.4 s each time).
+    gc.collect()
+    gc.freeze()
 
 
 def _run(connection: Connection, header: dict[str, Any], task: bytes) -> None:

@@ -81,7 +81,8 @@ def evaluate(rank: int, world_size: int, config: RecipeConfig, changed: bool) ->
     rows["loss_mask"] = rows["loss_mask"] * ~first
     if changed:
         rows["tokens"] = torch.where(first, (rows["tokens"] + 7) % config.model.vocab_size, rows["tokens"])
-    batches = [{key: value[i : i + 1] for key, value in rows.items()} for i in range(len(rows["tokens"]))]
+    pieces = {key: value.split(config.train.micro_batch_size) for key, value in rows.items()}
+    batches = [dict(zip(pieces, values)) for values in zip(*pieces.values())]
     out: dict[str, Any] = {"kept": [], "bytes": []}
 
     def note() -> None:

@@ -45,7 +45,7 @@ def one_rank(pool: WorkerPool) -> dict[bool, list[dict[str, Any]]]:
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "cp2": (2, {"context": 2}),
     "cp4": (4, {"context": 4}),
-    "cp2-dp2": (4, {"context": 2}),
+    "cp2-dp2-micro-batch-1": (4, {"context": 2, "micro_batch_size": 1}),
     "cp2-tp2": (4, {"context": 2, "tensor": 2}),
     "cp2-pp2": (4, {"context": 2, "pipeline": 2}),
     "cp2-vpp2": (4, {"context": 2, "pipeline": 2, "virtual_pipeline": 2, "pipeline_layout": "Et|tt|t|ttL"}),
@@ -58,7 +58,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "cp2-whole-optimizer": (2, {"context": 2, "distributed_optimizer": False}),
     "mtp-cp2": (2, {"mtp": True, "context": 2}),
     "mtp-cp4-recompute": (4, {"mtp": True, "context": 4, "recompute": "full"}),
-    "mtp-cp2-tp2-pp2": (8, {"mtp": True, "context": 2, "tensor": 2, "pipeline": 2, "micro_batch_size": 2}),
+    "mtp-cp2-tp2-pp2": (8, {"mtp": True, "context": 2, "tensor": 2, "pipeline": 2}),
 }
 
 

@@ -32,7 +32,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "tp2-pp2-etp2": (4, {"tensor": 2, "pipeline": 2, "expert_tensor": 2}),
     "mtp-recompute-tp2": (2, {"mtp": True, "tensor": 2, "recompute": "full"}),
     "micro-batch-4-dp2": (2, {"micro_batch_size": 4}),
-    "tp2-vpp2-etp2-ep2-dp2-micro-batch-2": (
+    "tp2-vpp2-etp2-ep2-dp2": (
         8,
         {
             "tensor": 2,
@@ -41,7 +41,6 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
             "pipeline_layout": "Et*2|t*2|t|tL",
             "expert": 2,
             "expert_tensor": 2,
-            "micro_batch_size": 2,
         },
     ),
 }
@@ -78,7 +77,7 @@ def test_every_pair_of_axes_meets() -> None:
         "virtual_pipeline": {2, 3},
         "expert": {2, 4},
         "expert_tensor": {2},
-        "micro_batch_size": {2, 4},
+        "micro_batch_size": {None, 1, 4},  # two where none is given
         "recompute": {"full"},
         "mtp": {True},
     }.items():

@@ -39,6 +39,7 @@ def one_rank(pool: WorkerPool) -> list[dict[str, Any]]:
 
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "tp2-ep2": (2, {"tensor": 2, "expert": 2}),
+    "ep2-balanced": (2, {"expert": 2, "balanced_experts": True}),
     "tp2-pp2-recompute": (4, {"tensor": 2, "pipeline": 2, "recompute": "full"}),
 }
 

@@ -67,6 +67,7 @@ def one_rank(pool: WorkerPool) -> dict[bool, list[dict[str, Any]]]:
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "tp2-ep2": (2, {"tensor": 2, "expert": 2}),
     "tp2-etp2-pp2": (4, {"tensor": 2, "expert_tensor": 2, "pipeline": 2}),
+    "ep2-balanced": (2, {"expert": 2, "balanced_experts": True}),
     "ep2-pp2-recompute": (4, {"expert": 2, "pipeline": 2, "recompute": "full"}),
     "muon-tp2-etp2": (2, {"muon": True, "tensor": 2, "expert_tensor": 2}),
 }

@@ -48,7 +48,7 @@ WRONG = [
     (["~optim.lr"], "~optim.lr would delete a key", None),
     (["optim.lr=1e-3,2e-3"], "optim.lr=1e-3,2e-3 names several values", None),
     (["model=k4"], "model=k4 does not exist; allowed: k3, k3-48b, k3-8layers, k3-mini, k3-tiny", "model=k3"),
-    (["optim=sgd"], "optim=sgd does not exist; allowed: adamw, adamw-tiny, muon, per-head-muon", "optim=adamw"),
+    (["optim=sgd"], "optim=sgd does not exist; allowed: adamw, adamw-tiny, muon, muon-tiny, per", "optim=adamw"),
     (["parallel.pipeline_layout=E(t|)*8tL"], "cannot read the override", None),
     (["optim.name=muonn"], "optim.name=muonn does not exist", "optim.name=muon"),
     (["optim.name=muon"], "optim.policy has no rule that puts a parameter under muon", None),
@@ -118,6 +118,26 @@ WRONG = [
         ["parallel.expert_tensor=2"],
         "parallel.expert_tensor=2 does not divide parallel.tensor=1",
         "parallel.expert_tensor=1",
+    ),
+    (
+        ["parallel.balanced_experts=true", "parallel.expert=1"],
+        "parallel.balanced_experts=true has nothing to balance",
+        "parallel.expert=2",
+    ),
+    (
+        ["parallel.balanced_experts=true", "parallel.tensor=2", "parallel.expert_tensor=2"],
+        "parallel.balanced_experts=true is not for parallel.expert_tensor=2",
+        "parallel.expert_tensor=1",
+    ),
+    (
+        ["parallel.balanced_experts=true", "model.moe.dispatcher=allgather"],
+        "parallel.balanced_experts=true plans an exchange of its own",
+        "model.moe.dispatcher=alltoall",
+    ),
+    (
+        ["parallel.balanced_experts=true", "model.moe.num_experts=0", "parallel.expert=1"],
+        "parallel.balanced_experts=true needs experts",
+        "parallel.balanced_experts=false",
     ),
     (["parallel.pipeline_layout=null"], "model.num_layers=9 is not divisible", "parallel.pipeline_layout='Et*4|t*5L'"),
     (

@@ -104,3 +104,25 @@ def test_experts_are_reduced_over_one_kind_of_link(single_rank: None) -> None:
     memory = rank_memory(take_inventory(config), config, load_cluster("cpu", {}), 8, 0)
     (_, data, near), (_, copies, far) = _shared(config, Groups.of(config, 8), memory)
     assert (data, near, copies, far) == (4, 2, 2, 4)
+
+
+def test_redundant_experts_are_fetched_twice_and_their_gradients_returned(single_rank: None) -> None:
+    """Of one expert a rank, layer and micro-batch; memory has room for as many as there may be, and their gradients."""
+    from k3train.plan.plan import make_plan
+
+    words = ["recipe=pretrain/k3-tiny", "parallel=single", "parallel.world_size=4", "parallel.expert=4"]
+    cluster = load_cluster("cpu", {"latency_us": "0"})
+    plans = [make_plan(load_recipe([*words, f"parallel.balanced_experts={on}"]), cluster) for on in ("false", "true")]
+    plain, balanced = plans
+    assert "redundant experts, one a rank" not in plain.step.volumes
+    moe, width = balanced.config.model.moe, 4 if balanced.config.train.precision == "fp32" else 2
+    expert = 3 * moe.latent_size * moe.expert_hidden_size * width
+    layers = balanced.config.model.num_layers - moe.first_dense_layers
+    volume = balanced.step.volumes["redundant experts, one a rank"]
+    assert volume.fast == pytest.approx(3 * balanced.step.micro_batches * layers * expert)
+    assert volume.network == 0
+    assert balanced.fullest.workspace["redundant experts"] == 2 * 3 * expert  # ceil(16 * 3 / 16) of them
+    seconds = balanced.step.parts["redundant experts"]
+    assert seconds.backward == pytest.approx(2 * seconds.forward)
+    assert seconds.forward == pytest.approx(layers * expert / (cluster.fast_gbs * 1e9 * 0.75))
+    assert balanced.step.seconds > plain.step.seconds
