@@ -3,9 +3,9 @@
     python tools/compare_optimizers.py --data data/demo --out runs/optimizers --steps 160 --picture loss.png
 
 Every run reads the same batches of its seed and takes equally many tokens; only the optimizer group differs, and the
-learning rate where `--lr` names one for an optimizer (`--lr muon-tiny=5e-3`). Runs that are finished are not repeated, so a
-broken comparison can be taken up again. Prints a table in Markdown: held-out loss, mean and spread over seeds, and the
-median time of an optimizer step.
+learning rate where `--lr` names one for an optimizer (`--lr muon-tiny=5e-3`). Runs that are finished are not repeated,
+so a broken comparison can be taken up again. Prints a table in Markdown: held-out loss, mean and spread over seeds, and
+the median time of an optimizer step.
 """
 
 from __future__ import annotations
