@@ -1,18 +1,22 @@
 """What MXFP4 costs a model that was trained without it, and one that was trained with it.
 
     make demo
-    python tools/compare_quantization.py --start runs/k3-tiny --data data/demo --out runs/quantization --steps 40
+    python tools/compare_quantization.py --start runs/k3-tiny --data data/demo --out runs/quantization
 
-Reads a checkpoint of k3-tiny, and trains on from it twice, on the same batches: without quantization, and with K3's
-policy. Each is read in three ways: as its weights are; with experts' weights in MXFP4, as an export stores them; and
-with their inputs in MXFP8 on top, as K3 is served. Prints a table in Markdown: held-out loss, and how far a held-out
-token's log-probability is from that of the forward pass which the model was trained with. Finished runs are kept.
+Trains on from a checkpoint of k3-tiny twice, on the same batches in bf16: without quantization, and with K3's policy.
+Each result is read as it was trained (the forward pass of its training), and then as it ships: exported with MXFP4
+experts, imported again, and read with inputs as they are and with MXFP8 inputs, as K3 is served. Prints a table in
+Markdown: held-out loss, how far log-probabilities of held-out tokens are from those of the training's forward pass,
+and for how many the likeliest token is the same. Finished runs and exports are kept, so that the same command again
+reads them alone.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
+from contextlib import redirect_stdout
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -21,15 +25,28 @@ from k3train import platform
 from k3train.config.load import load_recipe
 from k3train.config.validate import validate
 from k3train.errors import UserError
-from k3train.model.experts import LatentExperts
+from k3train.hf import export_cli, import_cli
 from k3train.model.packing import Packing
 from k3train.platform import Platform
 from k3train.rollout.restore import recipe_of, restore
 from k3train.stages.pretrain import PretrainStage
 from k3train.train.loop import run_training
 
-RUNS = {"plain": False, "qat": True}
-READINGS = ("as they are", "weights MXFP4", "weights MXFP4, inputs MXFP8")
+RUNS = {"plain": "without quantization", "qat": "with K3's policy"}
+
+
+@dataclass
+class Reading:
+    """Of the held-out tokens that count: log-probabilities (nats, fp64), and the likeliest token in their place."""
+
+    log_probs: torch.Tensor
+    likeliest: torch.Tensor
+
+    def row(self, trained: Reading) -> str:
+        """Loss, mean and largest change of a log-probability, and share of the same likeliest tokens."""
+        change = (self.log_probs - trained.log_probs).abs()
+        same = (self.likeliest == trained.likeliest).double().mean()
+        return f"{-self.log_probs.mean():.5f} | {change.mean():.2g} | {change.max():.2g} | {100 * same:.2f} %"
 
 
 def arguments() -> argparse.Namespace:
@@ -40,8 +57,8 @@ def arguments() -> argparse.Namespace:
     )
     parser.add_argument("--data", type=Path, default=Path("data/demo"), help="corpus of tools/prepare_demo.py")
     parser.add_argument("--out", type=Path, default=Path("runs/quantization"))
-    parser.add_argument("--steps", type=int, default=40, help="of each run; 0 reads the start alone")
-    parser.add_argument("--lr", type=float, default=2e-4, help="constant; the last rate of pretrain/k3-tiny by default")
+    parser.add_argument("--steps", type=int, default=40, help="of each run")
+    parser.add_argument("--lr", type=float, default=1e-3, help="constant; half of the highest rate of pretrain/k3-tiny")
     parser.add_argument("overrides", nargs="*", help="more overrides for both runs, such as train.global_batch_size=8")
     return parser.parse_args()
 
@@ -60,6 +77,9 @@ def train(options: argparse.Namespace, here: Platform, name: str) -> Path:
         f"data.valid=[{{path: {options.data}/valid}}]",
         f"train.steps={options.steps}",
         "train.seed=2",  # other batches than those the start was trained on
+        "train.precision=bf16",
+        "train.global_batch_size=4",
+        "train.eval_samples=32",
         "train.eval_interval=0",
         f"optim.lr={options.lr}",
         f"optim.min_lr={options.lr}",
@@ -69,7 +89,7 @@ def train(options: argparse.Namespace, here: Platform, name: str) -> Path:
         "telemetry.wandb.mode=disabled",
         "telemetry.console=false",
     ]
-    if RUNS[name]:
+    if name == "qat":
         overrides += ["quant.enabled=true", "quant.skip_stages=[]"]
     config = load_recipe([*overrides, *options.overrides])
     validate(config)
@@ -78,52 +98,53 @@ def train(options: argparse.Namespace, here: Platform, name: str) -> Path:
     return run_dir
 
 
+def ship(run_dir: Path) -> Path:
+    """`k3train export` with MXFP4 experts, and `k3train import` of what it wrote; returns the checkpoint."""
+    folder, shipped = run_dir / "hf", run_dir / "shipped"
+    if not shipped.exists():
+        with redirect_stdout(sys.stderr):
+            plan = {"like": None, "adapter": False, "max_shard_gb": 5.0, "overrides": []}
+            if not folder.exists():
+                export_cli.run(argparse.Namespace(checkpoint=str(run_dir), hf=str(folder), experts="mxfp4", **plan))
+            import_cli.run(argparse.Namespace(hf=str(folder), out=str(shipped), overrides=[]))
+    return shipped
+
+
 @torch.inference_mode()
-def held_out(run_dir: Path, reading: str, data: Path, cache: Path) -> torch.Tensor:
-    """Log-probabilities (nats, fp64) of the held-out tokens that count."""
-    restored = restore(run_dir, "cpu", quant="none" if reading == READINGS[0] else "k3")
-    for module in restored.model.modules():
-        if isinstance(module, LatentExperts) and reading == READINGS[1]:
-            module.fake_quant.quant.inputs = "none"
-    stage = PretrainStage(load_recipe(["recipe=pretrain/k3-tiny", *recipe_of_data(run_dir, data, cache)]))
-    found = []
+def held_out(checkpoint: Path, quant: str, stage: PretrainStage) -> Reading:
+    """Read the held-out text under a policy: as-trained, k3 or none."""
+    model = restore(checkpoint, "cpu", quant=quant).model
+    log_probs, likeliest = [], []
     for batch in stage.held_out() or []:
-        packing = Packing(batch["document_ids"])
-        losses = restored.model(batch["tokens"], packing, batch["labels"], batch["loss_mask"])
-        found.append(-losses.loss[batch["loss_mask"] > 0].double())
-    return torch.cat(found)
+        logits = model(batch["tokens"], Packing(batch["document_ids"])).double()
+        counts, labels = batch["loss_mask"] > 0, batch["labels"]
+        log_probs.append(logits.log_softmax(-1).gather(2, labels[..., None]).squeeze(2)[counts])
+        likeliest.append(logits.argmax(-1)[counts])
+    return Reading(torch.cat(log_probs), torch.cat(likeliest))
 
 
-def recipe_of_data(run_dir: Path, data: Path, cache: Path) -> list[str]:
-    """Overrides that read the held-out text `data` as a run does, with its index in `cache`."""
-    train = recipe_of(run_dir)[1].train
-    return [
-        "parallel=single",
-        f"data.cache_dir={cache}",
-        f"data.tokenizer={data}/tokenizer.json",
-        f"data.train=[{{path: {data}/train}}]",
-        f"data.valid=[{{path: {data}/valid}}]",
-        f"train.seq_length={train.seq_length}",
-        f"train.micro_batch_size={train.micro_batch_size}",
-        f"train.eval_samples={train.eval_samples}",
-    ]
+def held_out_stage(run_dir: Path, cache: Path) -> PretrainStage:
+    """What reads the held-out text as the run did, with its index in `cache`."""
+    config = recipe_of(run_dir)[1]
+    config.data.cache_dir = str(cache)
+    return PretrainStage(config)
 
 
 def main() -> int:
-    """Train what is missing, and print the table."""
+    """Train and export what is missing, and print the table."""
     options = arguments()
     here = platform.start("cpu", 1)
     try:
-        runs = {"start": options.start} | ({n: train(options, here, n) for n in RUNS} if options.steps else {})
-        names = {"start": "the start", "plain": "and on without quantization", "qat": "and on with K3's policy"}
-        print("| trained | experts read | held-out loss (nats) | mean change of a token's log-probability |")
-        print("|---|---|---|---|")
+        runs = {name: train(options, here, name) for name in RUNS}
+        stage = held_out_stage(runs["plain"], options.out / "index_cache")
+        print("| Trained | Read | Held-out loss | Mean change | Largest | Same likeliest token |")
+        print("|---|---|---|---|---|---|")
         for name, run_dir in runs.items():
-            found = {r: held_out(run_dir, r, options.data, options.out / "index_cache") for r in READINGS}
-            own = found[READINGS[2] if RUNS.get(name) else READINGS[0]]
-            for reading, log_probs in found.items():
-                change = float((log_probs - own).abs().mean())
-                print(f"| {names[name]} | {reading} | {-float(log_probs.mean()):.4f} | {change:.4f} |", flush=True)
+            trained, shipped = held_out(run_dir, "as-trained", stage), ship(run_dir)
+            print(f"| {RUNS[name]} | as trained | {trained.row(trained)} |", flush=True)
+            for words, quant in (("exported: MXFP4 weights", "none"), ("exported: MXFP4 weights, MXFP8 inputs", "k3")):
+                print(f"| {RUNS[name]} | {words} | {held_out(shipped, quant, stage).row(trained)} |", flush=True)
+        print(f"{len(trained.log_probs):,} held-out tokens", file=sys.stderr)
         platform.stop()
     except UserError as error:
         print(f"compare_quantization: {error}", file=sys.stderr)

@@ -19,14 +19,10 @@ _ONLY = {
     "parallel.distributed_optimizer": True,
     "optim.name": "adamw",
     "optim.qk_clip.enabled": False,
-    "quant.enabled": False,
-    "lora.enabled": False,
 }
 _WHY = {
     "parallel": "is not for engine=deepspeed, which shares work over data-parallel ranks alone, by ZeRO",
     "optim.name": "is not for engine=deepspeed, whose shards cut through the blocks that Muon orthogonalizes",
-    "quant.enabled": "is not for engine=deepspeed, which does not say when it has written to the weights",
-    "lora.enabled": "is not for engine=deepspeed, under which frozen parameters are untried",
     "optim.qk_clip.enabled": "is not for engine=deepspeed, whose flat shards have no heads to clip",
 }
 _STAGES = ("pretrain", "sft")  # whose data do not come from the model in training

@@ -178,6 +178,7 @@ class TelemetryConfig:
 
     console: bool = True
     interactive: bool | None = None  # self-updating line; null: when standard output is a terminal
+    pictures: bool = True  # curves.png and experts.png at the end of a run
     wandb: WandbConfig = field(default_factory=WandbConfig)
 
 

@@ -96,6 +96,10 @@ class FrozenModel:
             self._score(tokens[:1, :2], torch.zeros_like(tokens[:1, :2]))
         return torch.cat(scored)
 
+    def close(self) -> None:
+        """Let go of DeepSpeed's engine: its hooks on the modules would keep it for good."""
+        self.engine.destroy()
+
     def _score(self, tokens: torch.Tensor, documents: torch.Tensor) -> torch.Tensor:
         tokens, documents = tokens.to(self.device), documents[:, :-1].contiguous().to(self.device)
         given, wanted = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()

@@ -75,13 +75,17 @@ def prepare_for_zero(model: torch.nn.Module) -> None:
 def shard_parameters(deepspeed: ModuleType, model: torch.nn.Module, config: dict[str, Any], here: Platform) -> None:
     """Cut the parameters over the ranks (ZeRO-3), one after the other, and move the buffers to the device.
 
-    A decoder layer is fetched as a whole: its parts use each other's parameters, and recompute them in backward.
+    A decoder layer is fetched as a whole: its parts use each other's parameters, and recompute them in backward. A
+    rounded copy of experts' weights that outlived the fetching would be a whole one, so they are rounded at each.
     """
+    from k3train.model.experts import LatentExperts
     from k3train.model.layer import K3Layer
 
     deepspeed.utils.set_z3_leaf_modules(model, [K3Layer])
     deepspeed.zero.Init(module=model, config_dict_or_path=config)
     for module in model.modules():
+        if isinstance(module, LatentExperts) and module.fake_quant is not None:
+            module.fake_quant.keeps = False
         for name, buffer in module.named_buffers(recurse=False):
             setattr(module, name, buffer.to(here.device))
 

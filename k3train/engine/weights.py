@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
@@ -17,21 +17,26 @@ from k3train.model.build import build_chunks
 from k3train.model.model import K3Model
 
 
-def read_weights(path: Path, model: torch.nn.Module, config: RecipeConfig) -> Iterator[tuple[str, Tensors]]:
-    """Names, and whole `fp32` parameters or `buffer`s, for `state.set_weights`. All ranks take part.
+def read_weights(
+    path: Path, model: torch.nn.Module, config: RecipeConfig, is_new: Callable[[str], bool]
+) -> Iterator[tuple[str, Tensors]]:
+    """Names, and whole `fp32` or `frozen` parameters or `buffer`s, for `state.set_weights`. All ranks take part.
 
-    `model` may be sharded; `config` builds another like it in host memory.
+    `model` may be sharded; `config` builds another like it in host memory. `is_new` tells by name the parameters that
+    the checkpoint does not have.
 
     Raises:
         UserError: the checkpoint is damaged or belongs to another model.
     """
     if engines.engine_of(directory.read_marker(path)) == "deepspeed":
-        yield from saved.open_tensors(path, shapes_of(model)).items()
+        expected = {name: shape for name, shape in shapes_of(model).items() if not is_new(name)}
+        yield from saved.open_tensors(path, expected).items()
         return
     (plain,), _ = build_chunks(config, "cpu", init=False)
-    store.load_model(path, [plain])
+    store.load_model(path, [plain], is_new)
     for name, parameter in plain.named_parameters():
-        yield name, {"fp32": parameter.detach()}
+        if not is_new(name):
+            yield name, {"fp32": parameter.detach()}
     for name, buffer in stored_buffers(plain):
         yield name, {"buffer": buffer}
 

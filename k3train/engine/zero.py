@@ -216,7 +216,11 @@ class ZeroRunner:
             self.engine.train()
 
     def close(self) -> None:
-        """Nothing: Megatron-Core's configuration holds nothing of this engine."""
+        """Take DeepSpeed's hooks off the parameters; without it they keep engine and process groups alive for good.
+
+        Python's collector does not see them: autograd's nodes hold them, and they hold the engine.
+        """
+        self.engine.destroy()
 
     def _forward(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
         batch = {key: value.to(self.device) for key, value in batch.items()}

@@ -39,6 +39,7 @@ class FakeQuant:
         self.quant = quant
         self.backend = resolve_quant_backend(quant.backend, device_kind)
         self.times_rounded = 0  # weights, over the life of this object
+        self.keeps = True  # rounded weights between two uses; not where the weights themselves are gone in between
         self._codec = "triton" if self.backend == "te" else self.backend
         self._kept: dict[str, tuple[tuple[int, int], torch.Tensor]] = {}
 
@@ -60,7 +61,9 @@ class FakeQuant:
                 for expert, values in enumerate(weight.detach()):  # one by one: the temporaries are several times fp32
                     rounded[expert] = self._round(values, self.quant.weights, self.quant.weight_scale)
             self.times_rounded += 1
-            self._kept[name] = kept = state, rounded
+            kept = state, rounded
+            if self.keeps:
+                self._kept[name] = kept
         return _StraightThrough.apply(weight, kept[1])
 
     def input(self, name: str, values: torch.Tensor) -> torch.Tensor:

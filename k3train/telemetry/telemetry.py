@@ -28,6 +28,7 @@ class Telemetry:
         total_steps: int,
         console: bool = True,
         interactive: bool | None = None,
+        pictures: bool = True,
         wandb: WandbSettings | None = None,
         run_id: str | None = None,
         is_writer: bool = True,
@@ -43,6 +44,7 @@ class Telemetry:
         """
         self.run_dir = Path(run_dir)
         self.is_writer = is_writer
+        self._pictures = pictures
         self._run_id = run_id
         self._step = start_step
         self._said: dict[str, int] = {}
@@ -147,7 +149,7 @@ class Telemetry:
             self.event(f"the W&B sink failed to {what} ({reason}); training goes on without it", "warning")
 
     def finish(self, status: str) -> list[Path]:
-        """Draw the pictures, close everything and return the pictures' paths.
+        """Draw the pictures where they are wanted, close everything and return their paths.
 
         `status` is "finished" for a complete run; anything else ("interrupted", "failed") marks the W&B run
         failed. A second call does nothing.
@@ -156,7 +158,7 @@ class Telemetry:
             return []
         self._finished = True
         self._console.settle()
-        pictures = self._pictures()
+        pictures = self._draw() if self._pictures else []
         for text, times in list(self._said.items()):
             if times > 1:
                 self.event(f"said {times} times: {text}")
@@ -166,7 +168,7 @@ class Telemetry:
         self._log.close()
         return pictures
 
-    def _pictures(self) -> list[Path]:
+    def _draw(self) -> list[Path]:
         from k3train.telemetry.plots import draw_curves, draw_experts  # matplotlib loads slowly: only when needed
 
         return [path for path in (draw_curves(self.run_dir), draw_experts(self.run_dir)) if path is not None]

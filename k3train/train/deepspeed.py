@@ -15,6 +15,7 @@ from k3train.engine.saver import ZeroSaver
 from k3train.engine.weights import read_weights
 from k3train.engine.zero import build_zero, local_layers
 from k3train.platform import Platform
+from k3train.train.adapters import new_parameters
 from k3train.train.metrics import paths_taken
 from k3train.train.stage import Stage
 
@@ -43,4 +44,5 @@ class DeepSpeedEngine:
         return counters, saved.read_generators(path)
 
     def load_weights(self, path: Path) -> None:
-        state.set_weights(self.parts, read_weights(path, self.parts.engine.module, local_layers(self.config)))
+        model, config = self.parts.engine.module, local_layers(self.config)
+        state.set_weights(self.parts, read_weights(path, model, config, new_parameters(self.config, path)))

@@ -185,6 +185,7 @@ def open_telemetry(config: RecipeConfig, run_dir: Path, here: Platform, origin: 
         total_steps=config.train.steps,
         console=config.telemetry.console,
         interactive=config.telemetry.interactive,
+        pictures=config.telemetry.pictures,
         wandb=WandbSettings(**vars(config.telemetry.wandb), name=config.run.name),
         run_id=origin.run_id,
         is_writer=here.rank == 0,

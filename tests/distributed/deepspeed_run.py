@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -10,27 +12,30 @@ import torch
 from small_run import train
 
 
-def forget_groups() -> None:
-    """DeepSpeed keeps process groups, and numbers of modules and parameters that ranks have to agree on, for the
-    life of a process; a pool rank gets new groups with every call, and has not served every call that others have.
+@contextmanager
+def deepspeed_forgets() -> Iterator[None]:
+    """DeepSpeed keeps process groups, and numbers of modules and parameters that ranks have to agree on, for the life
+    of a process; a pool rank gets new groups with every call, and does not serve every call that others do.
     """
-    if "deepspeed" in sys.modules:
-        from deepspeed import comm
-        from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
-        from deepspeed.runtime.zero.partition_parameters import Init
-        from deepspeed.utils import groups
+    try:
+        yield
+    finally:
+        if "deepspeed" in sys.modules:
+            from deepspeed import comm
+            from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
+            from deepspeed.runtime.zero.partition_parameters import Init
+            from deepspeed.utils import groups
 
-        DeepSpeedZeRoOffload._register_deepspeed_module.__defaults__[0][0] = 0
-        Init.param_id = 0
-
-        comm.comm.cdb = None
-        groups._WORLD_GROUP = None
+            DeepSpeedZeRoOffload._register_deepspeed_module.__defaults__[0][0] = 0
+            Init.param_id = 0
+            comm.comm.cdb = None
+            groups._WORLD_GROUP = None
 
 
 def train_deepspeed(rank: int, world_size: int, recipe: dict[str, Any], signal_at: int = 0) -> tuple[int | str, dict]:
     """`small_run.train`; under ZeRO-3 the parameters returned are empty, the router biases whole."""
-    forget_groups()
-    return train(rank, world_size, recipe, signal_at)
+    with deepspeed_forgets():
+        return train(rank, world_size, recipe, signal_at)
 
 
 def convert(rank: int, world_size: int, source: Path, root: Path) -> Path:
@@ -40,6 +45,7 @@ def convert(rank: int, world_size: int, source: Path, root: Path) -> Path:
     return convert.convert(source, root)
 
 
+@deepspeed_forgets()
 def saved_again(rank: int, world_size: int, recipe: dict[str, Any], source: Path, root: Path) -> Path:
     """Load a checkpoint into the DeepSpeed engine of `recipe`, and save it again from there."""
     from k3train.checkpoint import directory
@@ -54,16 +60,17 @@ def saved_again(rank: int, world_size: int, recipe: dict[str, Any], source: Path
         def loss(losses: object) -> None:
             raise AssertionError("nothing is trained here")
 
-    forget_groups()
     config = recipe_from_dict(recipe)
     start_model_parallel(config.parallel)
     engine = DeepSpeedEngine(config, NoStage(), Platform("cpu", torch.device("cpu"), "gloo", rank, rank, world_size))
     state, _ = engine.load(source)
     belongings = Belongings(recipe, None, None, "", None)
     engine.saver(root, config.checkpoint, belongings, lambda *args, **fields: None, -1).save(state, {}, last=True)
+    engine.runner.close()
     return directory.directory_of(root, state.step)
 
 
+@deepspeed_forgets()
 def discarded(rank: int, world_size: int, recipe: dict[str, Any]) -> tuple[list[float], list[str]]:
     """A step that is prepared and discarded, then one with the same data that is done, then a second one.
 
@@ -77,7 +84,6 @@ def discarded(rank: int, world_size: int, recipe: dict[str, Any]) -> tuple[list[
     from k3train.stages.pretrain import PretrainStage
     from k3train.train.deepspeed import DeepSpeedEngine
 
-    forget_groups()
     config = recipe_from_dict(recipe)
     start_model_parallel(config.parallel)
     stage = PretrainStage(config)
@@ -100,9 +106,11 @@ def discarded(rank: int, world_size: int, recipe: dict[str, Any]) -> tuple[list[
     for _ in range(2):
         engine.runner.forward_backward(second)
         norms += [engine.optimizer.prepare(), engine.optimizer.step()[1]]
+    engine.runner.close()
     return norms, [name for name, tensor in before.items() if not torch.equal(tensor, after[name])]
 
 
+@deepspeed_forgets()
 def frozen_log_probs(
     rank: int, world_size: int, checkpoint: Path, tokens: torch.Tensor, documents: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, int]:
@@ -119,7 +127,6 @@ def frozen_log_probs(
     from k3train.model.packing import Packing
     from k3train.platform import Platform
 
-    forget_groups()
     start_model_parallel(ParallelConfig())
     here = Platform("cpu", torch.device("cpu"), "gloo", rank, rank, world_size)
     settings = DeepSpeedConfig(offload_parameters=True, persistence_threshold=0)
@@ -128,6 +135,7 @@ def frozen_log_probs(
     tokens, documents = tokens[rows], documents[rows]
     scored = frozen.log_probs(tokens, documents, rows_at_a_time=2)
     held = sum(parameter.numel() for parameter in frozen.engine.module.parameters())
+    frozen.close()
 
     path = directory.resolve(checkpoint)
     config = recipe_from_dict(directory.read_marker(path)["config"])

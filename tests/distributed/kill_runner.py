@@ -34,7 +34,6 @@ from k3train.checkpoint import directory, health, retention, writing  # noqa: E4
 from k3train.config.load import recipe_from_dict  # noqa: E402
 from k3train.platform import Platform  # noqa: E402
 from k3train.stages.pretrain import PretrainStage  # noqa: E402
-from k3train.telemetry.telemetry import Telemetry  # noqa: E402
 from k3train.train import loop, step  # noqa: E402
 
 WORLD = int(os.environ.get("K3_TEST_KILL_RANKS", "2"))
@@ -216,7 +215,6 @@ def main() -> None:
     for number, kill in enumerate(kills):
         kill["saves"] = 3 if number % 2 else 1  # the first one is planned by Megatron-Core, the third is not
     steps = 3 * len(kills) + 6
-    Telemetry._pictures = lambda self: []
     gc.freeze()  # what forked ranks share is not written to
     made = {
         "model__num_layers": 2,

@@ -57,14 +57,11 @@ def _prepare() -> None:
 
     from k3train.platform import cpu
     from k3train.quiet import quiet_libraries
-    from k3train.telemetry.telemetry import Telemetry
 
     quiet_libraries()
     cpu.install()
     for module in ("k3train.stages", "k3train.train.loop", "k3train.checkpoint.saver"):
         importlib.import_module(module)
-    # Drawing costs more time than a small step. The unit tests of telemetry and real launches look at pictures.
-    Telemetry._pictures = lambda self: []
     torch.set_num_threads(1)
     # What the libraries hold stays: 400,000 objects that no later collection has to walk through (0.4 s each time).
     gc.collect()

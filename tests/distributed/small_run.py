@@ -65,7 +65,7 @@ def small_recipe(corpus: Path, run_dir: Path, **changes: Any) -> dict[str, Any]:
             "valid": [{"path": str(corpus / "valid")}],
         },
         "checkpoint": {"interval": 0},
-        "telemetry": {"console": False, "wandb": {"mode": "disabled"}},
+        "telemetry": {"console": False, "pictures": False, "wandb": {"mode": "disabled"}},
     }
     return changed(recipe, changes)
 

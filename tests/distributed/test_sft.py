@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from deepspeed_run import forget_groups
+from deepspeed_run import deepspeed_forgets
 from small_run import lines, make_corpus, small_recipe, train, train_stage
 
 SEQ = 128
@@ -20,8 +20,8 @@ def fine_tune(rank: int, world_size: int, recipe: dict[str, Any], signal_at: int
     from k3train.stages.inputs import check_inputs
     from k3train.stages.sft import SftStage
 
-    forget_groups()
-    return train_stage(SftStage, rank, world_size, recipe, signal_at, check_inputs)
+    with deepspeed_forgets():
+        return train_stage(SftStage, rank, world_size, recipe, signal_at, check_inputs)
 
 
 @pytest.fixture(scope="module")

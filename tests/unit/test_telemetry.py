@@ -201,6 +201,13 @@ def test_finish_twice_does_nothing_more(tmp_path: Path) -> None:
     assert (tmp_path / METRICS_FILE).read_text() == before
 
 
+def test_a_run_that_wants_no_pictures_gets_none(tmp_path: Path) -> None:
+    telemetry = start(tmp_path, pictures=False)
+    telemetry.step(make_step(1))
+    assert telemetry.finish("finished") == []
+    assert not list(tmp_path.glob("*.png"))
+
+
 def test_an_unknown_wandb_mode_is_named_with_its_cure() -> None:
     with pytest.raises(UserError, match=r"telemetry\.wandb\.mode=cloud .*auto, online, offline, disabled"):
         WandbSettings(mode="cloud")

@@ -1,4 +1,4 @@
-"""On PYTHONPATH of the jobs: a start waits in one of its steps until it is told to stop, and draws no pictures.
+"""On PYTHONPATH of the jobs: a start waits in one of its steps until it is told to stop.
 
 K3_TEST_HOLD says in which: "3" the first start in its third step, "2,2" the first two starts in their second. So a
 signal always comes in the middle of a run, however fast the machine is. Python imports this module by itself.
@@ -45,10 +45,6 @@ def hold(module: object) -> None:
     module.PretrainStage.training_steps = held(module.PretrainStage.training_steps)
 
 
-def draw_nothing(module: object) -> None:
-    module.Telemetry._pictures = lambda self: []
-
-
 def held(training_steps: object) -> object:
     """`PretrainStage.training_steps` that waits on rank 0."""
 
@@ -64,6 +60,5 @@ def held(training_steps: object) -> object:
     return steps
 
 
-sys.meta_path.insert(0, After("k3train.telemetry.telemetry", draw_nothing))
 if HELD is not None:
     sys.meta_path.insert(0, After("k3train.stages.pretrain", hold))
