@@ -36,6 +36,7 @@ def pytest_configure(config: pytest.Config) -> None:
     os._exit = told
 
 
+@pytest.hookimpl(tryfirst=True)  # pytest-xdist reads the marks in the same hook
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Quick folders first, so that a plain mistake shows in seconds.
 
