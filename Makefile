@@ -7,7 +7,7 @@ BIN := .venv/bin
 DEMO_ARGS ?=
 TEST_ARGS ?=
 # Two worker processes: one runs the tests on ranks, the other all else (tests/conftest.py).
-TEST_WORKERS ?= -n 2 --dist loadgroup --no-loadscope-reorder
+TEST_WORKERS ?= -n 2 --dist loadscope
 
 # No model hub is ever asked for anything: the corpus is made here and the tokenizer trained on it.
 export HF_HUB_OFFLINE := 1

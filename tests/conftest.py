@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 import sys
+import tempfile
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import pytest
 
@@ -36,32 +37,36 @@ def pytest_configure(config: pytest.Config) -> None:
     os._exit = told
 
 
-@pytest.hookimpl(tryfirst=True)  # pytest-xdist reads the marks in the same hook
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Quick folders first, so that a plain mistake shows in seconds.
-
-    Where pytest-xdist has several workers, one has all tests on ranks (a second pool of them would not fit the cores)
-    and starts with them at once, while the others take the rest, file by file.
-    """
-    parallel = getattr(config.option, "numprocesses", None) or hasattr(config, "workerinput")
+    """Quick folders first, so that a plain mistake shows in seconds; with several workers, what is on ranks first."""
+    workers = hasattr(config, "workerinput")
 
     def position(item: pytest.Item) -> int:
         folder = item.path.relative_to(TESTS).parts[0]
-        if parallel and _group(item) == "ranks":
+        if workers and folder == "distributed":
             return -1
         return ORDER.index(folder) if folder in ORDER else len(ORDER)
 
     items.sort(key=position)
-    for item in items:
-        item.add_marker(pytest.mark.xdist_group(_group(item)))
 
 
-def _group(item: pytest.Item) -> str:
-    """The tests that one worker has to have all of: those on the pool's ranks, those on one cluster, or a file's."""
-    where = item.path.relative_to(TESTS)
-    if where.parts[0] == "distributed" or "pool" in getattr(item, "fixturenames", ()):
-        return "ranks"
-    return "slurm" if where.parts[0] == "slurm" else where.as_posix()
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Of several workers, one has all tests on ranks and starts with them; the others take the rest, file by file.
+
+    A second pool of ranks would not fit the cores, nor a second Slurm cluster beside the first. The `xdist_group` marks
+    of pytest-xdist 3.8 do nothing under pytest 9.2.
+    """
+    from xdist.scheduler import LoadScopeScheduling
+
+    class ByFolder(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            path = nodeid.partition("::")[0]
+            whole = [folder for folder in ("tests/distributed/", "tests/slurm/") if path.startswith(folder)]
+            return whole[0] if whole else path
+
+    config.option.loadscopereorder = False
+    return ByFolder(config, log)
 
 
 @pytest.fixture(scope="session")
@@ -69,9 +74,15 @@ def pool() -> Iterator[object]:
     """Gloo ranks that all tests share: `pool.run(fn, world_size, *args)` (see distributed/pool.py)."""
     from pool import WorkerPool
 
+    if workers_of_session := os.environ.get("PYTEST_XDIST_TESTRUNUID"):
+        mark = Path(tempfile.gettempdir(), f"k3train-pool-{workers_of_session}")
+        assert not mark.exists(), "a second worker of this session wants ranks (pytest_xdist_make_scheduler)"
+        mark.touch()
     workers = WorkerPool()
     yield workers
     workers.close()
+    if workers_of_session:
+        mark.unlink()
 
 
 @pytest.fixture(scope="session")
