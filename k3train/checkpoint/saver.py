@@ -211,6 +211,7 @@ class Saver:
             if self._all(self._replay.still_holds()):
                 return Writing(partial, self._replay.buckets(partial), self._replay.metadata)
             self._replay = None
+            self.tell("tensors of the run have moved: from here on each checkpoint is planned anew and pauses it longer")
         with _quick_collection():
             return self._plan_anew(partial, in_thread)
 
@@ -244,6 +245,8 @@ class Saver:
             replay = Replay(planned, content, self.models, self.optimizer, self.schedule)
         except UnlikeError as error:
             why = str(error)
+        except Exception as error:  # an error of one rank is told by all, and costs speed, not the run
+            why = store.reason(error)
         why = store.agree(why)
         if why is None:
             self._replay = replay
@@ -299,7 +302,10 @@ class Saver:
                 (partial / directory.STAGE).write_text(pending.stage, encoding="utf-8")
             directory.commit(self.root, pending.step, pending.marker, pending.attempt, known)
             keep = retention.Retention(self.config.keep_last, self.config.keep_every, self.config.milestones)
-            pending.troubles = retention.prune(self.root, keep)
+            try:
+                pending.troubles = retention.prune(self.root, keep)
+            except OSError as error:  # the new checkpoint is there all the same
+                pending.troubles = [f"old checkpoints in {self.root} cannot be removed ({store.reason(error)})"]
 
         first = dist.get_rank() == 0
         pending.committing = Work(commit if first else lambda: None)

@@ -159,8 +159,8 @@ def _run_eagerly() -> None:
     if "torch._dynamo" in sys.modules:
         sys.modules["torch._dynamo"].config.disable = True
 
-    def as_it_is(function: Any = None, **options: Any) -> Any:
-        return as_it_is if function is None else function
+    def as_it_is(model: Any = None, **options: Any) -> Any:  # the parameter's name is torch.compile's
+        return as_it_is if model is None else model
 
     compiler, torch.compile = torch.compile, as_it_is
     try:

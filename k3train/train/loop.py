@@ -106,7 +106,8 @@ class Trainer:
             self.watchdog.stop()
             self.saver.abandon()  # what an error left half-written; nothing else
             pictures = self.telemetry.finish(status)
-            self.runner.close()
+            if status != "failed" or self.here.kind == "cpu":
+                self.runner.close()  # on CUDA it may wait for kernels, which after a failure may wait for ever
             if status == "finished":
                 startup.tell_end(self.run_dir, self.here, pictures, self.held_out)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import re
@@ -20,7 +21,7 @@ import yaml
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 NOT_TO_BE_HAD = 77  # exit code of cluster/start.sh
-PATIENCE = 800.0  # seconds of one test; pytest's own limit, which ends the session, is longer
+PATIENCE = 400.0  # seconds of one test; with the cluster's start less than pytest's limit, which ends the process
 
 
 class Cluster:
@@ -138,15 +139,22 @@ def slurm_conf() -> Iterator[Path]:
 def _start(script: Path, folder: Path) -> str | None:
     """Start the cluster; why that is not possible here."""
     command = ["bash", str(script), str(folder)]
+    starting = subprocess.Popen(
+        command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, preexec_fn=_die_with_parent
+    )
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=300, preexec_fn=_die_with_parent)
+        _, errors = starting.communicate(timeout=300)
     except subprocess.TimeoutExpired:
+        starting.terminate()  # and not killed at once: it takes back what it changed for apt-get
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            starting.communicate(timeout=20)
+        starting.kill()
         return "it did not start within 300 s"
-    if done.returncode == 0:
+    if starting.returncode == 0:
         return None
-    said = done.stderr.strip().splitlines()
+    said = errors.strip().splitlines()
     told = next((line for line in reversed(said) if line.startswith("start.sh: ")), said[-1] if said else "no reason")
-    what = "its packages cannot be had" if done.returncode == NOT_TO_BE_HAD else "it cannot be started"
+    what = "its packages cannot be had" if starting.returncode == NOT_TO_BE_HAD else "it cannot be started"
     return f"{what} ({told})"
 
 
