@@ -211,7 +211,7 @@ class Saver:
             if self._all(self._replay.still_holds()):
                 return Writing(partial, self._replay.buckets(partial), self._replay.metadata)
             self._replay = None
-            self.tell("tensors of the run have moved: from here on each checkpoint is planned anew and pauses it longer")
+            self.tell("tensors of the run have moved: from here on each checkpoint is planned anew, and pauses longer")
         with _quick_collection():
             return self._plan_anew(partial, in_thread)
 
