@@ -171,14 +171,14 @@ def seen_weights(trainer: Trainer) -> Iterator[tuple[torch.Tensor, torch.Tensor]
 
 @pytest.mark.parametrize(("recompute", "distributed_optimizer"), [("none", False), ("full", True)])
 def test_weights_are_rounded_once_a_step_and_are_fresh(recompute: str, distributed_optimizer: bool) -> None:
-    """Eight micro-batches, forward and backward, and two weights: two roundings a layer and step."""
+    """Four micro-batches, forward and backward, and two weights: two roundings a layer and step."""
     config = qat_recipe(recompute=recompute, distributed_optimizer=distributed_optimizer)
     trainer = Trainer(config)
     layers = len(trainer.experts)
     assert layers == 5
     losses = []
     for step in range(3):
-        assert len(trainer.batches(step)) == 8
+        assert len(trainer.batches(step)) == 4
         trainer.optimizer.zero_grad()
         before = [e.w2.detach().clone() for e in trainer.experts]
         trainer.runner.forward_backward(trainer.batches(step))
