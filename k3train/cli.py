@@ -215,7 +215,7 @@ VERBS: dict[str, tuple[str, str, Callable[[argparse.ArgumentParser], None]]] = {
         _report_arguments,
     ),
 }
-WITH_A_MODEL = ("k3train.rollout.", "k3train.hf.", "k3train.engine.")
+LOADS_MEGATRON = ("k3train.rollout.", "k3train.engine.")  # when imported; the others refuse wrong input before they do
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -264,8 +264,10 @@ def _run_verb(verb: str, argv: list[str]) -> int:
     arguments = parser.parse_intermixed_args(argv)
     if getattr(arguments, "layout", None):
         place()  # ranks that srun started read theirs from Slurm's variables
-    if module.startswith(WITH_A_MODEL):
-        importlib.import_module("k3train.platform").adapt()  # before the imports that bring Megatron-Core
+    if module.startswith(LOADS_MEGATRON):
+        from k3train import platform
+
+        platform.adapt()  # before the imports that bring Megatron-Core
     work = importlib.import_module(module)
     # Verbs that work on several ranks say on how many; the others run where they are started.
     if hasattr(work, "ranks") and place() is None and (world_size := work.ranks(arguments)) > 1:

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
+import psutil
 import pytest
 
 TESTS = Path(__file__).parent
@@ -76,8 +77,10 @@ def pool() -> Iterator[object]:
 
     if workers_of_session := os.environ.get("PYTEST_XDIST_TESTRUNUID"):
         mark = Path(tempfile.gettempdir(), f"k3train-pool-{workers_of_session}")
-        assert not mark.exists(), "a second worker of this session wants ranks (pytest_xdist_make_scheduler)"
-        mark.touch()
+        # One that has died is replaced by pytest-xdist, and its ranks died with it.
+        second = mark.exists() and psutil.pid_exists(int(mark.read_text()))
+        assert not second, "a second worker of this session wants ranks (pytest_xdist_make_scheduler)"
+        mark.write_text(str(os.getpid()))
     workers = WorkerPool()
     yield workers
     workers.close()

@@ -8,7 +8,7 @@ nodes below hang on tensors that each rank's graph has.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -65,11 +65,14 @@ class ExpertLoan:
 
     def used(self, out: torch.Tensor) -> torch.Tensor:
         """`out`, which the experts made: their weights are dropped, and its backward waits until they are back."""
-        return out if self.keep or not torch.is_grad_enabled() else _Used.apply(out, self)
+        if self.keep or not torch.is_grad_enabled():
+            return out
+        self.drop()
+        return _InBackward.apply(out, self.wait)
 
     def ahead(self, out: torch.Tensor) -> torch.Tensor:
         """`out`, which was made of what the experts made: its backward sends for the weights again."""
-        return out if self.keep or not torch.is_grad_enabled() else _Ahead.apply(out, self)
+        return out if self.keep or not torch.is_grad_enabled() else _InBackward.apply(out, self.fetch_again)
 
     def drop(self) -> None:
         """Free the memory of the borrowed weights; what points to them in the graph stays."""
@@ -129,28 +132,16 @@ class _Borrowed(torch.autograd.Function):
         return None, *(loan.add_returned(g, back) for g, back in zip(own, loan.give_back(borrowed)))
 
 
-class _Used(torch.autograd.Function):
+class _InBackward(torch.autograd.Function):
+    """The identity, whose backward does something before the gradient goes on."""
+
     @staticmethod
-    def forward(ctx: FunctionCtx, out: torch.Tensor, loan: ExpertLoan) -> torch.Tensor:
-        ctx.loan = loan
-        loan.drop()
+    def forward(ctx: FunctionCtx, out: torch.Tensor, action: Callable[[], None]) -> torch.Tensor:
+        ctx.action = action
         return out.view_as(out)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: FunctionCtx, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        ctx.loan.wait()
-        return gradient, None
-
-
-class _Ahead(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: FunctionCtx, out: torch.Tensor, loan: ExpertLoan) -> torch.Tensor:
-        ctx.loan = loan
-        return out.view_as(out)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: FunctionCtx, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        ctx.loan.fetch_again()
+        ctx.action()
         return gradient, None

@@ -10,6 +10,7 @@ import pytest
 import torch
 from pool import WorkerPool
 from test_layouts_basic import STEPS, assemble, assert_close_in_norm, recipe, shards, train
+from test_layouts_matrix import LAYOUTS as MATRIX
 
 from k3train.config.load import load_recipe
 from k3train.config.schema import OptimConfig, PolicyRule, RecipeConfig
@@ -110,18 +111,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any], tuple[bool, bool]]] = {
     "vpp3": (2, {"pipeline": 2, "virtual_pipeline": 3}, (False, False)),
     "mtp-pp2": (2, {"mtp": True, "pipeline": 2}, (False, False)),
     "tp2-ep2-dp2": (4, {"tensor": 2, "expert": 2}, (True, False)),
-    "tp2-vpp2-etp2-ep2-dp2": (
-        8,
-        {
-            "tensor": 2,
-            "pipeline": 2,
-            "virtual_pipeline": 2,
-            "pipeline_layout": "Et*2|t*2|t|tL",
-            "expert": 2,
-            "expert_tensor": 2,
-        },
-        (True, True),
-    ),
+    "tp2-vpp2-etp2-ep2-dp2": (*MATRIX["tp2-vpp2-etp2-ep2-dp2"], (True, True)),
     "etp2-ep2-dp2": (4, {"tensor": 2, "expert_tensor": 2, "expert": 2}, (True, True)),
     "dp2-unsharded": (2, {"distributed_optimizer": False}, (True, True)),
 }
