@@ -6,7 +6,7 @@ import os
 import sys
 import tempfile
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -95,6 +95,12 @@ def _cpu_rank() -> Iterator[None]:
     platform.start("cpu", threads=1)
     yield
     platform.stop()
+
+
+@pytest.fixture
+def record_property(record_property: Callable[[str, object], None]) -> Callable[[str, object], None]:
+    """pytest's own, with values as text (as its XML has them): a worker can send the session only plain values."""
+    return lambda name, value: record_property(name, str(value))
 
 
 @pytest.fixture(autouse=True)
