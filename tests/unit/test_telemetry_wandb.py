@@ -262,6 +262,42 @@ def test_a_service_that_dies_is_said_once_and_training_goes_on(tmp_path: Path, m
     assert "ConnectionResetError: service process ended" in warning
 
 
+def test_a_resumed_run_has_to_be_there_and_is_begun_aloud_where_it_is_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class UsageError(Exception):
+        """As W&B raises where a run that must resume does not exist."""
+
+    asked: list[tuple[str, str]] = []
+    existing: set[str] = set()
+
+    def init(**options: Any) -> DyingRun:
+        asked.append((options["id"], options["resume"]))
+        if options["resume"] == "must" and options["id"] not in existing:
+            raise UsageError("does not exist")
+        existing.add(options["id"])
+        return DyingRun()
+
+    module = broken_wandb(
+        init=init,
+        Settings=lambda **options: options,
+        errors=types.SimpleNamespace(UsageError=UsageError),
+        teardown=lambda: asked.append(("", "stopped")),
+    )
+    monkeypatch.setitem(sys.modules, "wandb", module)
+    start(tmp_path, wandb=WandbSettings(mode="online")).step(make_step(1))
+    name = asked[0][0]
+    assert asked == [(name, "allow")]
+    start(tmp_path, wandb=WandbSettings(mode="online"), start_step=1)
+    assert asked[1:] == [(name, "must")]
+    assert not [r for r in read_metrics(tmp_path, "event") if r["level"] == "warning"]
+    existing.clear()
+    start(tmp_path, wandb=WandbSettings(mode="online"), start_step=1)
+    assert asked[2:] == [(name, "must"), ("", "stopped"), (name, "allow")]
+    (warning,) = [r["text"] for r in read_metrics(tmp_path, "event") if r["level"] == "warning"]
+    assert f"W&B has no run {name} in project" in warning
+
+
 def test_auto_is_online_only_with_a_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("WANDB_API_KEY", "WANDB_MODE", "WANDB_BASE_URL"):
         monkeypatch.delenv(name, raising=False)
