@@ -29,7 +29,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     made = tmp_path_factory.mktemp("eval")
     plain = load_tokenizer(make_tokenizer(made / "plain"))
     save_chat_tokenizer(with_chat_tokens(plain), made / "chat")
-    tasks = draw_tasks(12, True, 0, ("add", "pick"))
+    tasks = draw_tasks(12, "held_out", 0, ("add", "pick"))
     (made / "tasks.jsonl").write_text("".join(json.dumps(task) + "\n" for task in tasks))
     return made
 

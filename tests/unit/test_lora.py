@@ -169,7 +169,7 @@ WRONG = [
 @pytest.mark.parametrize(("overrides", "words", "cure"), WRONG)
 def test_a_wrong_section_is_refused_in_one_sentence(overrides: list[str], words: str, cure: str) -> None:
     with pytest.raises(UserError) as error:
-        check_lora(load_recipe(["recipe=pretrain/k3-tiny", *overrides]))
+        check_lora(load_recipe(["recipe=pretrain/k3-tiny", "optim=adamw-tiny", *overrides]))
     assert words in str(error.value)
     assert cure in str(error.value)
     assert "\n" not in str(error.value)
