@@ -59,12 +59,15 @@ def checkpoint(_cpu_rank: None, folder: Path) -> Path:
     return import_(folder, folder.parent / "ckpt")
 
 
-def test_unchanged_weights_give_every_file_back_byte_for_byte(checkpoint: Path, folder: Path, tmp_path: Path) -> None:
+def test_unchanged_weights_give_every_file_back_byte_for_byte(
+    checkpoint: Path, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Packed experts, their scales, padding, vision tensors, headers, index, config, tokenizer and code."""
     wanted = digests(folder)
     assert {"config.json", "model-00003-of-00003.safetensors", "figures/one.txt", "tokenizer.json"} <= wanted.keys()
     assert digests(export(checkpoint, tmp_path / "back")) == wanted
     assert digests(export(checkpoint, tmp_path / "asked", "--experts", "mxfp4")) == wanted
+    assert "warning" not in capsys.readouterr().out
 
 
 def test_requantizing_alone_would_not(checkpoint: Path, folder: Path, tmp_path: Path) -> None:
@@ -189,9 +192,13 @@ def trained(_cpu_rank: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-def test_a_trained_model_takes_the_imported_files_along(trained: Path, tmp_path: Path) -> None:
+def test_a_trained_model_takes_the_imported_files_along(
+    trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     before = all_tensors(trained / "hf")
     hf = export(trained / "run", tmp_path / "out")
+    # It trained on unrounded experts, and ships with rounded ones.
+    assert "warning: experts' weights are rounded to MXFP4 for the first time here" in capsys.readouterr().out
     after = all_tensors(hf)
     assert after.keys() == before.keys()
     assert all(after[n].dtype == before[n].dtype and after[n].shape == before[n].shape for n in before)

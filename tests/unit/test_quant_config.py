@@ -70,6 +70,14 @@ def test_off_by_default_and_skipped_in_pretraining() -> None:
     assert quant.describe() == "mxfp4 weights (round_up) and mxfp8 inputs (round_up)"
 
 
+def test_k3_is_fine_tuned_in_the_format_that_it_ships_in() -> None:
+    config = load_recipe(["recipe=sft/k3"])
+    quant = policy_in_force(config.quant, config.stage.name)
+    assert quant is not None
+    assert quant.is_published_format
+    assert quant.policy() == QuantConfig().policy()
+
+
 def test_a_change_of_policy_is_said_and_a_change_of_backend_is_not() -> None:
     on = QuantConfig(enabled=True)
     assert said_change(None, None, "a", "b") is None
