@@ -13,6 +13,7 @@ import torch
 from saved_weights import make_tokenizer, recipe, save_weights
 
 from k3train import cli
+from k3train.config.quant import QuantConfig
 from k3train.data.chat.tokens import ChatEncoder, save_chat_tokenizer, with_chat_tokens
 from k3train.data.chat.xtml import K3Template
 from k3train.data.tokenizer import load_tokenizer
@@ -40,8 +41,10 @@ def checkpoint(folder: Path, _cpu_rank: None) -> Path:
     from k3train.model.build import build_chunks, start_model_parallel
 
     start_model_parallel(ParallelConfig())
-    (built,), _ = build_chunks(recipe())
-    return save_weights(folder / "weights", recipe(), [built], folder / "chat" / "tokenizer.json")
+    config = recipe()
+    config.model.moe.latent_size, config.model.moe.expert_hidden_size = 32, 64  # whole blocks of 32
+    (built,), _ = build_chunks(config)
+    return save_weights(folder / "weights", config, [built], folder / "chat" / "tokenizer.json")
 
 
 class Scripted:
@@ -134,27 +137,39 @@ def test_the_command_writes_what_it_found(checkpoint: Path, folder: Path, capsys
     assert found["all"]["exact_match"] == sum(a["right"] for a in found["answers"]) / 6
     assert found["all"]["tokens"] <= 5
     encoder = ChatEncoder(load_tokenizer(folder / "chat"), K3Template())
-    total = tokens = 0
     from k3train.data.chat.messages import conversation_of
     from k3train.rollout.restore import restore
 
-    model = restore(checkpoint).model
     text = [*encoder.tokenizer.encode("ka mo ti"), encoder.tokenizer.eod]
     chat = encoder.encode(conversation_of(texts[1], "row"))
-    for ids, counts in ((text, [True] * len(text)), (chat.ids.tolist(), chat.trained.tolist())):
-        scores, _ = score_row(model, torch.tensor(ids), False)
-        total -= float(scores[torch.tensor(counts[1:])].sum())
-        tokens += sum(counts[1:])
+
+    def mean_loss(quant: str) -> tuple[float, int]:
+        model, total, tokens = restore(checkpoint, quant=quant).model, 0.0, 0
+        for ids, counts in ((text, [True] * len(text)), (chat.ids.tolist(), chat.trained.tolist())):
+            scores, _ = score_row(model, torch.tensor(ids), False)
+            total -= float(scores[torch.tensor(counts[1:])].sum())
+            tokens += sum(counts[1:])
+        return total / tokens, tokens
+
+    loss, tokens = mean_loss("none")
     mixed = found["perplexity"]["mixed"]
     assert mixed["tokens"] == tokens
-    assert mixed["loss"] == pytest.approx(total / tokens, rel=1e-9)
-    assert mixed["perplexity"] == pytest.approx(math.exp(total / tokens))
+    assert mixed["loss"] == pytest.approx(loss, rel=1e-9)
+    assert mixed["perplexity"] == pytest.approx(math.exp(loss))
+    assert found["quant"] is None
     assert "pass@2" in said
     assert f"mixed: perplexity {mixed['perplexity']:.4f}" in said
     assert set(found["reference"]) == {"add", "pick"}
     again = evaluate(checkpoint, capsys, *words, "--out", str(out))
     assert again[0] == 0
     assert json.loads(out.read_text())["answers"] == found["answers"]
+    # As K3 is served.
+    domain = ["--perplexity", f"mixed={folder / 'domain.jsonl'}"]
+    assert evaluate(checkpoint, capsys, *domain, "--quant", "k3", "--out", str(out))[0] == 0
+    rounded = json.loads(out.read_text())
+    assert rounded["quant"] == QuantConfig().policy()
+    assert rounded["perplexity"]["mixed"]["loss"] == pytest.approx(mean_loss("k3")[0], rel=1e-9)
+    assert abs(rounded["perplexity"]["mixed"]["loss"] - loss) > 1e-3
 
 
 def test_figures_go_to_wandb_where_that_is_asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -178,6 +193,7 @@ def test_figures_go_to_wandb_where_that_is_asked(monkeypatch: pytest.MonkeyPatch
         "checkpoint": str(tmp_path / "mine" / "checkpoints" / "step_00000007"),
         "tasks_file": "tasks.jsonl",
         "samples": 2,
+        "quant": None,
         "all": {"exact_match": 0.5, "pass@2": 0.75},
         "family": {"add": {"exact_match": 0.25}},
         "effort": {"low": {"exact_match": 0.125}},
