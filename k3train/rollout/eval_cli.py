@@ -17,6 +17,7 @@ from typing import Any
 import torch.distributed as dist
 
 from k3train.config.quant import policy_in_force
+from k3train.config.rules_sft import NAMED_TEMPLATES
 from k3train.config.sft import SftConfig
 from k3train.data.chat.encoder import make_encoder
 from k3train.data.chat.messages import conversation_of
@@ -40,7 +41,7 @@ def run(args: argparse.Namespace) -> int:
     out = _writable(args.out)
     tasks = _tasks(args)
     tokenizer, ends, path = _tokenizer(args)
-    encoder = make_encoder(SftConfig(template=args.template), tokenizer, path)
+    encoder = make_encoder(SftConfig(template=_template(args)), tokenizer, path)
     domains = {name: list(_rows(file, encoder)) for name, file in _domains(args.perplexity)}
     restored = restore(args.checkpoint, layout=args.layout, command="eval", kernels=args.kernels, quant=args.quant)
     if tokenizer.vocab_size > restored.model.vocab_size:
@@ -127,6 +128,17 @@ def _tokenizer(args: argparse.Namespace) -> tuple[Tokenizer, frozenset[int], str
         path = str(saved if saved.is_dir() else config.data.tokenizer)
     end = tokenizer.special_id(END)
     return tokenizer, ends | {tokenizer.eod} | ({end} if end is not None else set()), path
+
+
+def _template(args: argparse.Namespace) -> str:
+    """The template that is asked for, or else the one that the checkpoint's recipe names."""
+    if args.template is not None:
+        return args.template
+    checkpoint, config = recipe_of(args.checkpoint)
+    template = config.sft.template
+    if template not in NAMED_TEMPLATES and not Path(template).is_file():
+        raise UserError(f"{checkpoint} has sft.template={template}, which is no file here; give --template")
+    return template
 
 
 def _domains(words: Sequence[str] | None) -> Iterator[tuple[str, str]]:

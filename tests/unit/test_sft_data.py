@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from k3train import cli
+from k3train.checkpoint.directory import copy_tokenizer
 from k3train.config.sft import SftConfig
 from k3train.data.chat.dataset import ChatRows
 from k3train.data.chat.encoder import make_encoder
@@ -250,6 +251,12 @@ def test_other_models_templates_work_and_cannot_be_forged(tokenizer: Tokenizer, 
     assert trained == "<think>r</think>c <|im_start|><|im_end|>\ne<|im_end|>\n"
     prompt = encoder.prompt(conversation_of({"messages": given["messages"][:1]}, "row"))
     assert encoded.ids[: len(prompt)].tolist() == prompt
+    # In a file of its own it goes along with the tokenizer, as into a checkpoint.
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    (tmp_path / "chat_template.jinja").write_text(CHATML)
+    copy_tokenizer(tmp_path, tmp_path / "copy")
+    again = make_encoder(SftConfig(template="tokenizer"), load_tokenizer(tmp_path / "copy"), str(tmp_path / "copy"))
+    assert again.encode(conversation_of(given, "row")).ids.tolist() == encoded.ids.tolist()
 
 
 def test_templates_that_rewrite_or_refuse_are_told(tmp_path: Path) -> None:
