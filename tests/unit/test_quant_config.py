@@ -18,6 +18,7 @@ from k3train.config.rules_quant import check_quant, resolve_quant_backend
 from k3train.config.validate import validate, validate_machine
 from k3train.errors import UserError
 from k3train.hf.quant_policy import KEY, policy_of, with_policy
+from k3train.quant.fake import FakeQuant
 
 ON = ["quant.enabled=true", "quant.skip_stages=[]"]
 WRONG = [
@@ -107,6 +108,15 @@ class TestBackends:
         assert resolve_quant_backend("auto", "cuda") == "triton"
         assert resolve_quant_backend("auto", "cpu") == "torch"
         assert resolve_quant_backend("te", "cuda") == "te"
+
+    def test_transformer_engine_on_a_gpu_without_mxfp8(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        quant, capability = QuantConfig(enabled=True, backend="te"), (9, 0)
+        monkeypatch.setattr(implementation.importlib.util, "find_spec", lambda name: object())
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+        with pytest.raises(UserError, match=r"needs a GPU of compute capability 10\.0 .* has 9\.0; .*backend=auto"):
+            FakeQuant(quant, "cuda")
+        capability = (10, 0)
+        assert FakeQuant(quant, "cuda").backend == "te"
 
     def test_before_any_rank_starts(self) -> None:
         recipe = ["recipe=pretrain/k3-tiny", "quant.enabled=true", "quant.backend=te"]
