@@ -21,6 +21,13 @@ from k3train.stages.pretrain import PretrainStage
 _VALIDATION_SEED = 1234
 
 
+def row_multiple(config: RecipeConfig) -> int:
+    """What lengths of grouped rows are multiples of: every rank gets as much, and what a convolution looks back to."""
+    context, taps = config.parallel.context, config.model.kda.conv_size
+    unit = math.lcm(config.parallel.tensor * context, 16)
+    return unit * math.ceil(context * (taps - 1) / unit) if context > 1 else unit
+
+
 class SftStage(PretrainStage):
     """Rows of conversations, and pretraining's loss over their trained tokens.
 
@@ -41,7 +48,7 @@ class SftStage(PretrainStage):
         tokenizer = fitting_tokenizer(config)
         encoder = make_encoder(sft, tokenizer, config.data.tokenizer)
         cache = Path(config.data.cache_dir or Path(config.run.dir) / "sft_cache")
-        multiple = math.lcm(config.parallel.tensor * config.parallel.context, 16)
+        multiple = row_multiple(config)
 
         def rows(inputs: list[str], name: str, samples: int, batch: int, seed: int) -> ChatRows:
             encoded = encoded_set(inputs, sft, encoder, train.seq_length, cache, name)

@@ -111,18 +111,19 @@ def test_a_token_counts_the_same_wherever_it_lies(
     assert lines(tmp_path, "eval")[-1]["loss"] == pytest.approx(lines(clean[0], "eval")[-1]["loss"], rel=1e-5)
 
 
-def test_grouped_rows_train_in_a_pipeline_as_on_one_rank(pool: Any, folder: Path, tmp_path: Path) -> None:
-    """Steps of rows of other lengths; tokens are counted as they are."""
+def test_grouped_rows_train_on_two_ranks_as_on_one(pool: Any, folder: Path, tmp_path: Path) -> None:
+    """Steps of rows of other lengths, in a pipeline and cut into parts; tokens are counted as they are."""
     changes = {"sft__batching": "grouped", "train__steps": 3}
     ((code, _),) = pool.run(fine_tune, 1, chat_recipe(folder, tmp_path / "one", **changes))
     assert code == 0, code
-    recipe = chat_recipe(folder, tmp_path / "two", parallel__pipeline=2, **changes)
-    assert {code for code, _ in pool.run(fine_tune, 2, recipe)} == {0}
-    one, two = lines(tmp_path / "one", "train"), lines(tmp_path / "two", "train")
-    for a, b in zip(one, two, strict=True):
-        assert a["loss"] == pytest.approx(b["loss"], rel=1e-5)
-        assert a["grad_norm"] == pytest.approx(b["grad_norm"], rel=1e-4)
-        assert a["tokens"] == b["tokens"]
+    one = lines(tmp_path / "one", "train")
+    for layout in ("pipeline", "context"):
+        recipe = chat_recipe(folder, tmp_path / layout, **{f"parallel__{layout}": 2}, **changes)
+        assert {code for code, _ in pool.run(fine_tune, 2, recipe)} == {0}
+        for a, b in zip(one, lines(tmp_path / layout, "train"), strict=True):
+            assert a["loss"] == pytest.approx(b["loss"], rel=1e-5)
+            assert a["grad_norm"] == pytest.approx(b["grad_norm"], rel=1e-4)
+            assert a["tokens"] == b["tokens"]
     grown = [b["tokens"] - a["tokens"] for a, b in zip([{"tokens": 0}, *one], one, strict=False)]
     assert len(set(grown)) > 1
     assert max(grown) < 4 * SEQ
