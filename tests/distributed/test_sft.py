@@ -129,6 +129,34 @@ def test_grouped_rows_train_on_two_ranks_as_on_one(pool: Any, folder: Path, tmp_
     assert max(grown) < 4 * SEQ
 
 
+def test_experts_are_rounded_from_here_on_and_adapters_train_beside_them(
+    pool: Any, folder: Path, tmp_path: Path
+) -> None:
+    """`quant.enabled` skips pretraining, not this stage; under `lora.enabled` nothing but adapters moves."""
+    common = {"train__steps": 2, "train__eval_samples": 0}
+    common |= {"model__moe__latent_size": 32, "model__moe__expert_hidden_size": 64}
+
+    def tuned(name: str, **changes: Any) -> dict[str, torch.Tensor]:
+        ((code, weights),) = pool.run(fine_tune, 1, chat_recipe(folder, tmp_path / name, **common, **changes))
+        assert code == 0, code
+        return weights
+
+    plain = tuned("plain")
+    tuned("rounded", quant__enabled=True)
+    norms = [[line["grad_norm"] for line in lines(tmp_path / name, "train")] for name in ("plain", "rounded")]
+    assert max(abs(a / b - 1) for a, b in zip(*norms, strict=True)) > 1e-4
+    paths = [lines(tmp_path / name, "train")[0]["paths"].get("quant", "") for name in ("plain", "rounded")]
+    assert "mxfp4" not in paths[0]
+    assert "mxfp4 weights (round_up) and mxfp8 inputs (round_up)" in paths[1]
+
+    adapters = {"lora__enabled": True, "lora__rank": 4, "optim__lr": 1e-2, "checkpoint__load": str(tmp_path / "plain")}
+    adapted = tuned("adapted", quant__enabled=True, **adapters)
+    assert all(torch.equal(adapted[name], plain[name]) for name in plain)
+    added = {name for name in adapted if name not in plain}
+    assert added == {name for name in adapted if ".lora." in name} != set()
+    assert all(adapted[name].any() for name in added), "an adapter is still where it began"
+
+
 def test_starting_weights_are_loaded_and_checked(pool: Any, folder: Path, tmp_path: Path) -> None:
     """A pretrained run's weights begin the run; other models, tokenizers and Hugging Face folders are told."""
     base = tmp_path / "base"
