@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -29,7 +30,9 @@ from small_run import make_corpus, small_recipe, train
 
 from k3train import cli
 from k3train.checkpoint import directory
+from k3train.config.load import recipe_from_dict
 from k3train.hf.torch_dist import TensorReader
+from k3train.train.quantization import tell_quantization
 
 GOLDEN = Path(__file__).parents[1] / "goldens" / "k3-tiny"
 
@@ -68,6 +71,24 @@ def test_unchanged_weights_give_every_file_back_byte_for_byte(
     assert digests(export(checkpoint, tmp_path / "back")) == wanted
     assert digests(export(checkpoint, tmp_path / "asked", "--experts", "mxfp4")) == wanted
     assert "warning" not in capsys.readouterr().out
+
+
+def test_a_run_says_what_it_does_with_quantized_experts(checkpoint: Path) -> None:
+    """The import names no policy, and yet a run without one would not train what it ships."""
+    told: list[tuple[str, str]] = []
+    telemetry = SimpleNamespace(event=lambda text, level="info": told.append((level, text)))
+    config = recipe_from_dict(directory.read_marker(checkpoint)["config"])
+    for quant, lora in ((True, False), (False, False), (False, True)):
+        config.quant.enabled, config.lora.enabled, config.stage.name = quant, lora, "sft"
+        tell_quantization(telemetry, config, checkpoint)
+    start = f"{checkpoint} was imported with experts in MXFP4"
+    assert told[0] == (
+        "info",
+        f"{start}; this run trains it with mxfp4 weights (round_up) and mxfp8 inputs (round_up)",
+    )
+    assert told[1][0] == "warning"
+    assert told[1][1].startswith(f"{start}, and this run trains it without quantization: exported in MXFP4")
+    assert len(told) == 2, "adapters leave experts as they are"
 
 
 def test_requantizing_alone_would_not(checkpoint: Path, folder: Path, tmp_path: Path) -> None:
