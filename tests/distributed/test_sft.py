@@ -107,16 +107,21 @@ def test_a_token_counts_the_same_wherever_it_lies(
         assert a["loss"] == pytest.approx(b["loss"], rel=1e-5)
         assert a["grad_norm"] == pytest.approx(b["grad_norm"], rel=1e-4)
         assert a["trained_fraction"] == pytest.approx(b["trained_fraction"])
-        assert 0 < a["trained_fraction"] < 1
+        assert a["fill"] == pytest.approx(b["fill"])
+        assert 0 < a["trained_fraction"] < a["fill"] < 1
     assert lines(tmp_path, "eval")[-1]["loss"] == pytest.approx(lines(clean[0], "eval")[-1]["loss"], rel=1e-5)
 
 
 def test_grouped_rows_train_on_two_ranks_as_on_one(pool: Any, folder: Path, tmp_path: Path) -> None:
-    """Steps of rows of other lengths, in a pipeline and cut into parts; tokens are counted as they are."""
-    changes = {"sft__batching": "grouped", "train__steps": 3}
+    """Steps of rows of other lengths, in a pipeline and cut into parts; tokens are counted as they are.
+
+    0.3 epochs of the 34 conversations are 10.2 rows: three steps of four, whatever `train.steps` says.
+    """
+    changes = {"sft__batching": "grouped", "sft__epochs": 0.3, "train__steps": 50}
     ((code, _),) = pool.run(fine_tune, 1, chat_recipe(folder, tmp_path / "one", **changes))
     assert code == 0, code
     one = lines(tmp_path / "one", "train")
+    assert [line["step"] for line in one] == [1, 2, 3]
     for layout in ("pipeline", "context"):
         recipe = chat_recipe(folder, tmp_path / layout, **{f"parallel__{layout}": 2}, **changes)
         assert {code for code, _ in pool.run(fine_tune, 2, recipe)} == {0}
