@@ -143,7 +143,7 @@ def _eval_arguments(parser: argparse.ArgumentParser) -> None:
         "--perplexity", action="append", metavar="NAME=FILE", help="perplexity of conversations or texts; several"
     )
     parser.add_argument("--tokenizer", metavar="DIR", help="instead of the one saved with the checkpoint")
-    parser.add_argument("--template", default="k3", metavar="NAME", help="k3, tokenizer, or a Jinja file (default k3)")
+    parser.add_argument("--template", metavar="NAME", help="k3, tokenizer, or a Jinja file (default: as in training)")
     parser.add_argument("--batch-size", type=int, default=32, metavar="N", help="answers at a time (default 32)")
     parser.add_argument("--out", metavar="FILE.json", help="write the results, every answer included")
     parser.add_argument("--wandb", metavar="PROJECT", help="send the results to a W&B run of this project")
