@@ -28,7 +28,7 @@ from k3train.checkpoint.replay import Replay, Strategy, UnlikeError
 from k3train.checkpoint.state import TrainState
 from k3train.checkpoint.writing import Work, Writing, live_storages, new_attempt, own_copies
 from k3train.config.schema import CheckpointConfig
-from k3train.errors import UserError
+from k3train.errors import StorageError, UserError
 
 Tell = Callable[..., None]  # (text, level, **fields)
 
@@ -112,7 +112,7 @@ class Saver:
         A failure is told and training goes on, to try again at the next checkpoint.
 
         Raises:
-            UserError: the last checkpoint of the run cannot be written; older ones are left as they were.
+            StorageError: the last checkpoint of the run cannot be written; older ones are left as they were.
         """
         if self._pending and self._pending.step != state.step and not self._make_room(state.step, last):
             return
@@ -337,7 +337,7 @@ class Saver:
             return
         if partial is not None and dist.get_rank() == 0:
             shutil.rmtree(partial, ignore_errors=True)
-        raise UserError(f"{what} ({failure}); free space or rights there, or choose another run.dir")
+        raise StorageError(f"{what} ({failure}); free space or rights there, or choose another run.dir")
 
     def _failed(self, error: UserError, last: bool) -> None:
         if last:

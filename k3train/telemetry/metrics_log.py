@@ -14,7 +14,9 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
+
+from k3train.telemetry.appended import AppendedLines
 
 METRICS_FILE = "metrics.jsonl"
 _NON_FINITE = ("NaN", "Infinity", "-Infinity")
@@ -82,24 +84,23 @@ class Recovery:
 
 
 class MetricsLog:
-    """Appends to `run_dir/metrics.jsonl`, flushing each line."""
+    """Appends to `run_dir/metrics.jsonl`, each line at once; what a full disk does not take is tried again."""
 
     def __init__(self, run_dir: Path, start_step: int) -> None:
         """Keep what an earlier process wrote up to `start_step` (the checkpoint's step) and drop the rest."""
         self.path = Path(run_dir) / METRICS_FILE
         self.recovery = _recover(self.path, start_step)
-        self._file: TextIO = open(self.path, "a", encoding="utf-8")  # noqa: SIM115 - open for the run's lifetime
+        self.lines = AppendedLines(self.path)
 
     def write(self, kind: str, step: int, fields: dict[str, Any]) -> None:
         """Append one line."""
         record = {"kind": kind, "step": int(step), "time": round(time.time(), 3), **to_jsonable(fields)}
         record["kind"], record["step"] = kind, int(step)
-        self._file.write(json.dumps(record, allow_nan=False) + "\n")
-        self._file.flush()
+        self.lines.write(json.dumps(record, allow_nan=False))
 
     def close(self) -> None:
         """Close the file; safe to call twice."""
-        self._file.close()
+        self.lines.close()
 
 
 def _recover(path: Path, start_step: int) -> Recovery:

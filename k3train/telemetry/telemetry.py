@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TextIO
 
+from k3train.telemetry.appended import AppendedLines
 from k3train.telemetry.console import Console, human_bytes, human_duration
 from k3train.telemetry.metrics_log import MetricsLog, from_jsonable, to_jsonable
 from k3train.telemetry.wandb_sink import WandbSettings, WandbSink, persistent_run_id
@@ -48,6 +49,8 @@ class Telemetry:
         self._run_id = run_id
         self._step = start_step
         self._said: dict[str, int] = {}
+        self._tables: dict[str, AppendedLines] = {}
+        self._held_up: set[Path] = set()  # files that the disk does not take lines of
         self._finished = False
         self._sink: WandbSink | None = None
         if not is_writer:
@@ -92,6 +95,7 @@ class Telemetry:
         self._step = int(metrics["step"])
         self._log.write("train", self._step, metrics)
         self._console.step(metrics)
+        self._look_at(self._log.lines)
         self._send("record a step", lambda sink: sink.log(self._step, _plain(metrics), "train"))
 
     def evaluation(self, metrics: dict[str, Any]) -> None:
@@ -107,8 +111,15 @@ class Telemetry:
         """Add rows, all with the same keys, to `NAME.jsonl` in the run directory, and show them as a table in W&B."""
         if not self.is_writer or not rows:
             return
-        with (self.run_dir / f"{name}.jsonl").open("a", encoding="utf-8") as file:
-            file.writelines(json.dumps(to_jsonable(row), ensure_ascii=False) + "\n" for row in rows)
+        try:
+            lines = self._tables.get(name) or AppendedLines(self.run_dir / f"{name}.jsonl")
+        except OSError as error:
+            self.event(f"table {name} of step {step} is not kept ({error}); training goes on", "warning")
+        else:
+            self._tables[name] = lines
+            for row in rows:
+                lines.write(json.dumps(to_jsonable(row), ensure_ascii=False))
+            self._look_at(lines)
         self._send("record a table", lambda sink: sink.table(step, name, rows))
 
     def event(self, text: str, level: str = "info", **fields: Any) -> None:
@@ -137,6 +148,21 @@ class Telemetry:
         """A checkpoint was committed."""
         self._send("record a checkpoint", lambda sink: sink.checkpoint(path, step))
 
+    def _look_at(self, lines: AppendedLines) -> None:
+        """Say when the disk begins to hold up a file, and when it no longer does."""
+        if (lines.failure is not None) == (lines.path in self._held_up):
+            return
+        if lines.failure is None:
+            self._held_up.remove(lines.path)
+            self.event(f"step {self._step}: {lines.path} is written again; nothing of it is missing")
+            return
+        self._held_up.add(lines.path)
+        self.event(
+            f"step {self._step}: {lines.path} cannot be written ({lines.failure}): its lines are kept in memory and "
+            "tried again at every step; make space before the run ends",
+            "warning",
+        )
+
     def _send(self, what: str, call: Callable[[WandbSink], None]) -> None:
         """Tell the sink. It guards W&B's failures itself; none of ours may end the training either."""
         if self._sink is None:
@@ -164,14 +190,23 @@ class Telemetry:
                 self.event(f"said {times} times: {text}")
         self._send("finish", lambda sink: sink.finish(status, pictures, self._step))
         self.event(f"run {status} at step {self._step}", status=status)
+        for lines in (self._log.lines, *self._tables.values()):
+            lines.close()
+            if lines.waiting:
+                self._console.message(
+                    f"WARNING: {lines.waiting} lines of {lines.path} are lost ({lines.failure}): the disk took none"
+                )
         self._console.close()
-        self._log.close()
         return pictures
 
     def _draw(self) -> list[Path]:
         from k3train.telemetry.plots import draw_curves, draw_experts  # matplotlib loads slowly: only when needed
 
-        return [path for path in (draw_curves(self.run_dir), draw_experts(self.run_dir)) if path is not None]
+        try:
+            return [path for path in (draw_curves(self.run_dir), draw_experts(self.run_dir)) if path is not None]
+        except OSError as error:
+            self.event(f"the pictures cannot be drawn ({error}); `k3train report {self.run_dir}` draws them", "warning")
+            return []
 
     def _tell_recovery(self, start_step: int) -> None:
         recovery = self._log.recovery

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -269,7 +269,8 @@ def tell_end(run_dir: Path, here: Platform, pictures: list[Path], held_out: list
     lines += [f"{path.stem:<11} {path}" for path in pictures]
     lines += [f"metrics     {run_dir / 'metrics.jsonl'}", f"recipe      {run_dir / CONFIG_FILE}"]
     lines += [f"checkpoint  {newest[-1][1]}"] if newest else []
-    print("\n".join(lines), flush=True)
+    with suppress(OSError):  # a job's log on a full disk: the run has ended well all the same
+        print("\n".join(lines), flush=True)
 
 
 def code_version() -> str:
