@@ -79,6 +79,7 @@ class Recovery:
     """What opening the file of an earlier process found and removed."""
 
     last_step: int = 0  # greatest step of a train line before anything was removed
+    last_evaluated: int = -1  # greatest step of an evaluation that was kept
     dropped_after_step: int = 0  # lines of steps the checkpoint does not contain
     dropped_unreadable: int = 0  # torn or corrupt lines
 
@@ -108,6 +109,7 @@ def _recover(path: Path, start_step: int) -> Recovery:
     if not path.exists():
         return Recovery()
     last_step = after = unreadable = 0
+    last_evaluated = -1
     ends_with_newline = True
     # The rewrite goes to a neighbour that replaces the original in one step: a crash leaves the old file or
     # the new.
@@ -128,6 +130,8 @@ def _recover(path: Path, start_step: int) -> Recovery:
             if record["step"] > start_step or (start_step == 0 and record.get("kind") == "eval"):
                 after += 1
                 continue
+            if record.get("kind") == "eval":
+                last_evaluated = max(last_evaluated, record["step"])
             new.write(line if ends_with_newline else line + "\n")
         new.flush()
         os.fsync(new.fileno())
@@ -135,4 +139,4 @@ def _recover(path: Path, start_step: int) -> Recovery:
         os.replace(replacement, path)
     else:
         replacement.unlink()
-    return Recovery(last_step, after, unreadable)
+    return Recovery(last_step, last_evaluated, after, unreadable)

@@ -47,7 +47,7 @@ class Telemetry:
         self.is_writer = is_writer
         self._pictures = pictures
         self._run_id = run_id
-        self._step = start_step
+        self._step = self._start_step = start_step
         self._said: dict[str, int] = {}
         self._tables: dict[str, AppendedLines] = {}
         self._held_up: set[Path] = set()  # files that the disk does not take lines of
@@ -57,6 +57,7 @@ class Telemetry:
             return
         self.run_dir.mkdir(parents=True, exist_ok=True)
         self._log = MetricsLog(self.run_dir, start_step)
+        self._last_evaluated = self._log.recovery.last_evaluated
         self._console = Console(self.run_dir, total_steps, enabled=console, interactive=interactive, stream=stream)
         self._tell_recovery(start_step)
         settings = wandb if wandb is not None else WandbSettings()
@@ -79,6 +80,11 @@ class Telemetry:
     def run_id(self) -> str | None:
         """The W&B run id, kept in `run_dir/wandb_run_id`; on other ranks the one given at the start."""
         return self._run_id
+
+    @property
+    def last_evaluated(self) -> int:
+        """The step of the run's newest evaluation, also of an earlier process; -1 without any. On the writer."""
+        return self._last_evaluated
 
     def step(self, metrics: dict[str, Any]) -> None:
         """Record one training step.
@@ -104,8 +110,10 @@ class Telemetry:
             return
         step = int(metrics.get("step", self._step))
         self._log.write("eval", step, metrics)
+        self._last_evaluated = step
         self._console.message(_evaluation_text(step, metrics))
-        self._send("record an evaluation", lambda sink: sink.log(step, _plain(metrics), "eval"))
+        late = step == self._start_step > 0  # an earlier process made the step, and did not come to this
+        self._send("record an evaluation", lambda sink: sink.log(step, _plain(metrics), "eval", late))
 
     def table(self, name: str, step: int, rows: list[dict[str, Any]]) -> None:
         """Add rows, all with the same keys, to `NAME.jsonl` in the run directory, and show them as a table in W&B."""

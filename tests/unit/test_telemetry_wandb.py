@@ -161,12 +161,14 @@ def test_resuming_continues_the_same_run_without_sending_steps_twice(
         (resumed_dir / name).write_bytes((run_dir / name).read_bytes())
     telemetry = start(resumed_dir, wandb=OFFLINE, start_step=4)
     assert telemetry.run_id == run_id
+    telemetry.evaluation({"loss": 3.5})  # which the earlier process did not come to
     for step in range(5, 9):
         telemetry.step(make_step(step))
     telemetry.finish("interrupted")
     records = finished_records(only_file(resumed_dir))
     rows = history_of(records)
     assert [row["_step"] for row in rows if "loss/train" in row] == [7, 8]
+    assert [(row["_step"], row["loss/heldout"]) for row in rows if "loss/heldout" in row] == [(7, 3.5)]
     assert [record["step"] for record in read_metrics(resumed_dir, "train")] == list(range(1, 9))
     assert any("5 to 6" in record["text"] for record in read_metrics(resumed_dir, "event"))
     (exit_record,) = [record.exit for record in records if record.WhichOneof("record_type") == "exit"]
