@@ -87,6 +87,7 @@ class Saver:
         self.root, self.config, self.belongings, self.tell = root, config, belongings, tell
         self.models, self.optimizer, self.schedule = models, optimizer, schedule
         self.last_committed = last_committed
+        self.before_commit: Callable[[], None] = lambda: None  # on rank 0, maybe in a thread
         self._pending: _Pending | None = None
         # Remembers the plan: what a run holds does not change while it lasts.
         self._strategy = Strategy(cached_metadata=True)
@@ -300,6 +301,7 @@ class Saver:
                 directory.copy_tokenizer(self.belongings.tokenizer, partial / directory.TOKENIZER)
             if pending.stage is not None:
                 (partial / directory.STAGE).write_text(pending.stage, encoding="utf-8")
+            self.before_commit()
             directory.commit(self.root, pending.step, pending.marker, pending.attempt, known)
             keep = retention.Retention(self.config.keep_last, self.config.keep_every, self.config.milestones)
             try:

@@ -54,12 +54,12 @@ class AppendedLines:
             self._torn = False
 
     def sync(self) -> None:
-        """Wait until the lines are on the disk; `failure` says why some are not."""
-        self.retry()
-        try:
-            os.fsync(self._file.fileno())
-        except OSError as error:
-            self.failure = self.failure or error.strerror or type(error).__name__
+        """Wait until what was written is on the disk; another thread may write meanwhile.
+
+        Raises:
+            OSError: the disk does not take it.
+        """
+        os.fsync(self._file.fileno())
 
     def close(self) -> None:
         """Try once more and close the file; safe to call twice."""

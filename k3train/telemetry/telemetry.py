@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -40,7 +41,7 @@ class Telemetry:
         """`start_step` is the step of the checkpoint the run continues from; 0 begins anew.
 
         Lines of metrics.jsonl after `start_step` (from a process that was killed) are removed; train.log
-        keeps them. A continued run keeps its W&B id. `interactive` None asks whether `stream` (standard
+        keeps them. A run that has made a step keeps its W&B id. `interactive` None asks whether `stream` (standard
         output) is a terminal. Raises UserError for an unknown W&B mode.
         """
         self.run_dir = Path(run_dir)
@@ -61,8 +62,9 @@ class Telemetry:
         self._console = Console(self.run_dir, total_steps, enabled=console, interactive=interactive, stream=stream)
         self._tell_recovery(start_step)
         settings = wandb if wandb is not None else WandbSettings()
-        self._run_id = persistent_run_id(self.run_dir, run_id, resuming=start_step > 0)
-        last_sent = self._log.recovery.last_step if start_step > 0 else 0
+        last_sent = self._log.recovery.last_step
+        begun = max(last_sent, start_step) > 0  # also by a process that came to no checkpoint
+        self._run_id = persistent_run_id(self.run_dir, run_id, resuming=begun)
         self._sink = WandbSink(
             self.run_dir,
             config,
@@ -70,7 +72,7 @@ class Telemetry:
             run_id=self._run_id,
             code_version=code_version,
             # Step 0 counts in a new run: a first evaluation may stand before the first step.
-            last_sent_step=max(last_sent, start_step) if start_step > 0 else -1,
+            last_sent_step=max(last_sent, start_step) if begun else -1,
             on_event=self.event,
         )
         if self._sink.active and last_sent > start_step:
@@ -156,6 +158,16 @@ class Telemetry:
         """A checkpoint was committed."""
         self._send("record a checkpoint", lambda sink: sink.checkpoint(path, step))
 
+    def sync(self) -> None:
+        """Wait until the lines so far are on the disk: a checkpoint shall not be newer than they are after a power cut.
+
+        A disk that fails here is told of when a line or the checkpoint itself is written. May be called in a thread.
+        """
+        if self.is_writer and not self._finished:
+            for lines in (self._log.lines, *list(self._tables.values())):
+                with suppress(OSError, ValueError):  # closed meanwhile, by a run that ends with an error
+                    lines.sync()
+
     def _look_at(self, lines: AppendedLines) -> None:
         """Say when the disk begins to hold up a file, and when it no longer does."""
         if (lines.failure is not None) == (lines.path in self._held_up):
@@ -218,6 +230,12 @@ class Telemetry:
 
     def _tell_recovery(self, start_step: int) -> None:
         recovery = self._log.recovery
+        if recovery.last_step < start_step:
+            self.event(
+                f"metrics.jsonl ends with step {recovery.last_step}, and the checkpoint holds step {start_step}: the lines "
+                "between are lost (the machine went down before its disk had them, or the file was moved)",
+                "warning",
+            )
         if recovery.dropped_unreadable:
             self.event(
                 f"metrics.jsonl had {recovery.dropped_unreadable} torn or unreadable line(s), now removed",

@@ -204,7 +204,9 @@ def open_saver(
 ) -> Saver:
     """What writes the run's checkpoints; `step` is that of the one it continues from."""
     belongings = Belongings(resolved(config), telemetry.run_id, data, code_version(), Path(config.data.tokenizer))
-    return engine.saver(run_dir / "checkpoints", config.checkpoint, belongings, telemetry.event, step or -1)
+    saver = engine.saver(run_dir / "checkpoints", config.checkpoint, belongings, telemetry.event, step or -1)
+    saver.before_commit = telemetry.sync
+    return saver
 
 
 def tell_start(

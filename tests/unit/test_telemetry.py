@@ -201,7 +201,30 @@ def test_a_fresh_start_in_a_used_directory_begins_at_nothing(tmp_path: Path) -> 
     second.step(make_step(1, loss=1.25))
     second.finish("finished")
     assert [record["loss"] for record in read_metrics(tmp_path, "train")] == [1.25]
-    assert second.run_id != first.run_id
+    assert second.run_id == first.run_id  # a run that was killed before its first checkpoint is one run to W&B
+    assert not [record for record in read_metrics(tmp_path, "event") if record["level"] == "warning"]
+
+
+def test_a_first_attempt_without_a_step_is_another_run(tmp_path: Path) -> None:
+    first = start(tmp_path)
+    first.evaluation({"step": 0, "loss": 7.0})
+    assert start(tmp_path).run_id != first.run_id
+
+
+def test_lines_are_on_the_disk_when_a_checkpoint_is_to_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And where a power cut has taken them nevertheless, that is said."""
+    synced: list[int] = []
+    monkeypatch.setattr(os, "fsync", lambda number: synced.append(os.fstat(number).st_ino))
+    telemetry = start(tmp_path)
+    telemetry.step(make_step(3))
+    telemetry.table("samples", 3, [{"a": 1}])
+    telemetry.sync()
+    assert synced == [(tmp_path / name).stat().st_ino for name in (METRICS_FILE, "samples.jsonl")]
+    telemetry.finish("finished")
+    telemetry.sync()  # nothing is left to sync
+    start(tmp_path, start_step=5)
+    (warning,) = [record for record in read_metrics(tmp_path, "event") if record["level"] == "warning"]
+    assert "metrics.jsonl ends with step 3, and the checkpoint holds step 5" in warning["text"]
 
 
 def test_events_are_said_once_and_counted(tmp_path: Path) -> None:

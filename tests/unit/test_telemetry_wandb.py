@@ -270,15 +270,22 @@ def test_a_resumed_run_has_to_be_there_and_is_begun_aloud_where_it_is_not(
     class UsageError(Exception):
         """As W&B raises where a run that must resume does not exist."""
 
+    class OneRun(DyingRun):
+        def log(self, data: dict[str, Any], step: int) -> None:
+            self.logged.append(step)
+
     asked: list[tuple[str, str]] = []
     existing: set[str] = set()
+    sent: list[list[int]] = []  # steps, by each start
 
     def init(**options: Any) -> DyingRun:
         asked.append((options["id"], options["resume"]))
         if options["resume"] == "must" and options["id"] not in existing:
             raise UsageError("does not exist")
         existing.add(options["id"])
-        return DyingRun()
+        run = OneRun()
+        sent.append(run.logged)
+        return run
 
     module = broken_wandb(
         init=init,
@@ -290,6 +297,13 @@ def test_a_resumed_run_has_to_be_there_and_is_begun_aloud_where_it_is_not(
     start(tmp_path, wandb=WandbSettings(mode="online")).step(make_step(1))
     name = asked[0][0]
     assert asked == [(name, "allow")]
+    # Killed before its first checkpoint: the same run, which is not sent the same step again.
+    again = start(tmp_path, wandb=WandbSettings(mode="online"))
+    assert asked[1:] == [(name, "must")]
+    again.step(make_step(1))
+    again.step(make_step(2))
+    assert sent == [[1], [2]]
+    asked[:] = [(name, "allow")]
     start(tmp_path, wandb=WandbSettings(mode="online"), start_step=1)
     assert asked[1:] == [(name, "must")]
     assert not [r for r in read_metrics(tmp_path, "event") if r["level"] == "warning"]
