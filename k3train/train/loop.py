@@ -27,6 +27,7 @@ from k3train.train.engine import build_engine
 from k3train.train.faults import Faults
 from k3train.train.guards import Guards
 from k3train.train.metrics import Throughput, balance_metrics, dispatch_metrics, gather_balance, memory_bytes
+from k3train.train.notes import note_checkpoint
 from k3train.train.quantization import tell_quantization
 from k3train.train.resume import find_origin
 from k3train.train.signals import StopFlag, exit_code
@@ -239,4 +240,6 @@ class Trainer:
         if committed != before:
             path = directory.directory_of(self.saver.root, committed)
             self.telemetry.checkpoint(path, committed)
+            if self.here.rank == 0:
+                note_checkpoint(committed)
             self.faults.saved(committed, path)
