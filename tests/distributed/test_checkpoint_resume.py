@@ -244,7 +244,7 @@ DAMAGES = ["truncated", "missing", "marker", "flipped"]
 def test_a_damaged_checkpoint_gives_way_to_the_one_before(
     pool: Any, corpus: Path, clean: Path, tmp_path: Path, damage: str
 ) -> None:
-    recipe = small_recipe(corpus, tmp_path, **EVERY, checkpoint__verify=damage == "flipped")
+    recipe = small_recipe(corpus, tmp_path, **EVERY)
     assert {code for code, _ in pool.run(train, 2, recipe, 3)} == {128 + 15}
     checkpoint = newest(tmp_path)
     shard = sorted(checkpoint.glob("*.distcp"))[0]
