@@ -30,7 +30,7 @@ from k3train.checkpoint.writing import Work, Writing, live_storages, new_attempt
 from k3train.config.schema import CheckpointConfig
 from k3train.errors import StorageError, UserError
 
-Tell = Callable[..., None]  # (text, level, **fields)
+Tell = Callable[..., None]  # (text, level, **fields); levels are those of Telemetry.event
 
 
 @dataclass
@@ -344,4 +344,4 @@ class Saver:
     def _failed(self, error: UserError, last: bool) -> None:
         if last:
             raise error
-        self.tell(f"{error}; training goes on and tries again at the next checkpoint", "warning")
+        self.tell(f"{error}; training goes on and tries again at the next checkpoint", "alert")

@@ -135,11 +135,14 @@ class Telemetry:
     def event(self, text: str, level: str = "info", **fields: Any) -> None:
         """Say something once: a repeat of the same text is only counted, and the count is told at the end.
 
-        `level` is info or warning; `fields` go to metrics.jsonl with the text. Raises ValueError for another
-        level.
+        `level` is info, warning, or alert (see `alert`); `fields` go to metrics.jsonl with the text. Raises ValueError
+        for another level.
         """
+        if level == "alert":
+            self.alert(text, **fields)
+            return
         if level not in _LEVELS:
-            raise ValueError(f"event level {level!r} is not known: choose one of {', '.join(_LEVELS)}")
+            raise ValueError(f"event level {level!r} is not known: choose one of {', '.join(_LEVELS)}, alert")
         if not self.is_writer:
             return
         self._said[text] = self._said.get(text, 0) + 1
@@ -151,7 +154,7 @@ class Telemetry:
 
     def alert(self, text: str, **fields: Any) -> None:
         """A warning that somebody should hear of now: an event, and a W&B alert."""
-        self.event(text, "warning", **fields)
+        self.event(text, "warning", alert=True, **fields)
         self._send("send an alert", lambda sink: sink.alert(text))
 
     def checkpoint(self, path: Path, step: int) -> None:

@@ -26,6 +26,7 @@ class Origin:
     guards: dict[str, Any] = field(default_factory=dict)  # what the guards of the loop remember
     warnings: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    versions: dict[str, str] = field(default_factory=dict)  # of the code and libraries that wrote what is continued
     generators: dict[str, Any] | None = None  # states of this rank's; None where another layout wrote them
 
     def set_generators(self, seed: int) -> None:
@@ -86,6 +87,7 @@ def _newest_good(
             bad.append((path, str(error)))
             continue
         origin = Origin(state, path, marker.get("wandb_run_id"), marker.get("guards", {}), generators=generators)
+        origin.versions = marker["versions"]
         origin.warnings = set_aside(bad, f"the run goes back to step {state.step}")
         if generators is None:
             origin.notes.append(

@@ -233,11 +233,11 @@ def tell_start(
     telemetry.event("paths: " + ", ".join(f"{part}={path}" for part, path in paths.items()))
     step = origin.state.step
     for text in origin.warnings:
-        telemetry.event(text, "warning")
+        telemetry.alert(text)
     if origin.path is not None:
         verb = "continues" if step else "starts with the weights of"
         telemetry.event(f"{verb} {origin.path}" + (f" at step {step}" if step else ""))
-    for text in origin.notes:
+    for text in (*origin.notes, *_other_versions(origin)):
         telemetry.event(text)
     if (told := Faults.announce(config.faults)) is not None:
         telemetry.event(told, "warning")
@@ -246,6 +246,15 @@ def tell_start(
             f"nothing to do: train.steps={config.train.steps} are done; to train on from here, start another run with "
             f"run.name=... and checkpoint.load={origin.path}"
         )
+
+
+def _other_versions(origin: Origin) -> list[str]:
+    """A sentence where other code or libraries wrote the checkpoint that a run continues."""
+    now = {**store.versions(), "code": code_version()}
+    changed = [f"{name} {was} (now {now[name]})" for name, was in origin.versions.items() if now.get(name, was) != was]
+    if not changed:
+        return []
+    return [f"the checkpoint was written with {', '.join(changed)}: the numbers need not be the same to the last bit"]
 
 
 def tell_optimizer(telemetry: Telemetry, config: RecipeConfig, rows: list[TableRow], run_dir: Path) -> None:

@@ -15,7 +15,7 @@ import torch
 from small_run import lines, make_corpus, small_recipe, train
 from stored import assert_same, newest, stored
 
-from k3train.checkpoint import directory
+from k3train.checkpoint import directory, store
 
 
 @pytest.fixture(scope="module")
@@ -230,7 +230,8 @@ def test_a_full_disk_is_said_and_training_goes_on_to_the_last_checkpoint(
     for message, _ in results:  # the last checkpoint of a run is an error
         assert "cannot be written (OSError: [Errno 27] File too large" in message
         assert "free space or rights there" in message
-    assert len(told(tmp_path, "training goes on and tries again at the next checkpoint")) == 3
+    failed = told(tmp_path, "training goes on and tries again at the next checkpoint")
+    assert [line["alert"] for line in failed] == [True] * 3  # somebody should make space
     assert [line["step"] for line in lines(tmp_path, "train")] == [1, 2, 3, 4]
     assert list((tmp_path / "checkpoints").iterdir()) == []  # nor is space lost to what was written in vain
     results = pool.run(train, 2, recipe)
@@ -258,12 +259,16 @@ def test_a_damaged_checkpoint_gives_way_to_the_one_before(
         shard.write_bytes(content)
     else:
         (checkpoint / "checkpoint.json").write_text("{}")
+    marker = checkpoint.with_name("step_00000002") / "checkpoint.json"
+    ours = store.versions()["torch"]
+    marker.write_text(marker.read_text().replace(f'"torch": "{ours}"', '"torch": "2.0"'))
     assert [code for code, _ in pool.run(train, 2, recipe)] == [0, 0]
     (warning,) = told(tmp_path, "is damaged")
-    assert warning["level"] == "warning"
+    assert (warning["level"], warning["alert"]) == ("warning", True)
     assert "the run goes back to step 2, and it is kept as step_00000003.damaged" in warning["text"]
     assert ("checkpoint.json" if damage == "marker" else shard.name) in warning["text"]
     assert told(tmp_path, "continues")[0]["text"].endswith("step_00000002 at step 2")
+    assert told(tmp_path, f"was written with torch 2.0 (now {ours}): the numbers need not be the same")
     for ours, one_rank in zip(lines(tmp_path, "train"), lines(clean, "train"), strict=True):
         assert ours["loss"] == pytest.approx(one_rank["loss"], rel=1e-5)
     assert (tmp_path / "checkpoints" / "step_00000003.damaged").is_dir()
