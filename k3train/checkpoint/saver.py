@@ -30,6 +30,7 @@ from k3train.checkpoint.writing import Work, Writing, live_storages, new_attempt
 from k3train.config.schema import CheckpointConfig
 from k3train.errors import StorageError, UserError
 
+COMMIT_SECONDS = 1.0  # that async_busy=skip waits for a checkpoint which lacks nothing but its commit
 Tell = Callable[..., None]  # (text, level, **fields); levels are those of Telemetry.event
 
 
@@ -166,6 +167,9 @@ class Saver:
         earlier = self._pending.step
         if not last and self.config.async_busy == "skip":
             self.poll()
+            if self._pending is not None and self._pending.committing is not None:
+                self._pending.committing.wait(COMMIT_SECONDS)  # all have written: rank 0 marks and names it, and prunes
+                self.poll()
             if self._pending is not None:
                 self.tell(
                     f"the checkpoint of step {step} is skipped: that of step {earlier} is still being written "

@@ -173,6 +173,33 @@ def test_a_save_while_another_is_written_can_be_skipped(pool: Any, corpus: Path,
     assert steps[-1] == 4  # the last one waits for the others and is never skipped
 
 
+def waiting(rank: int, world_size: int, recipe: dict[str, Any]) -> tuple[int | str, dict]:
+    """Train with steps that are longer than the writing of a checkpoint, whose commit is given any time it takes."""
+    from k3train.checkpoint import saver
+    from k3train.train import loop
+
+    plain_step, plain_seconds = loop.Trainer._step, saver.COMMIT_SECONDS
+
+    def step(self: loop.Trainer, steps: Any) -> None:
+        plain_step(self, steps)
+        if self.saver.pending_step is not None:
+            self.saver._pending.writing.wait()
+
+    loop.Trainer._step, saver.COMMIT_SECONDS = step, 60.0
+    try:
+        return train(rank, world_size, recipe)
+    finally:
+        loop.Trainer._step, saver.COMMIT_SECONDS = plain_step, plain_seconds
+
+
+def test_a_save_that_has_been_written_is_none_to_skip_for(pool: Any, corpus: Path, tmp_path: Path) -> None:
+    """With a save each step nobody has looked at the one before until the next is due: its commit is all that is left."""
+    recipe = small_recipe(corpus, tmp_path, **EVERY, checkpoint__async_save=True, checkpoint__async_busy="skip")
+    assert [code for code, _ in pool.run(waiting, 2, recipe)] == [0, 0]
+    assert not told(tmp_path, "is skipped")
+    assert [step for step, _ in directory.committed(tmp_path / "checkpoints")] == [1, 2, 3, 4]
+
+
 def failing(rank: int, world_size: int, recipe: dict[str, Any]) -> tuple[int | str, dict]:
     """An error in the third step, while the checkpoint of the second is being written."""
     import time
