@@ -1,4 +1,4 @@
-"""Stop requests around evaluations, what is on the disk before a checkpoint counts, and the note for the batch script."""
+"""Stop requests around evaluations; what is on the disk before a checkpoint counts; the note for the batch script."""
 
 from __future__ import annotations
 
@@ -42,6 +42,33 @@ def stopped_in_evaluation(rank: int, world_size: int, recipe: dict[str, Any], nu
     return train_stage(Stopped, rank, world_size, recipe)[0]
 
 
+def ordered(rank: int, world_size: int, recipe: dict[str, Any], note: str) -> list[str]:
+    """Train; what was done in which order on this rank, for checkpoints to count."""
+    from k3train.checkpoint import directory
+    from k3train.telemetry.appended import AppendedLines
+
+    done: list[str] = []
+    sync, finish = AppendedLines.sync, directory.finish
+
+    def synced(self: AppendedLines) -> None:
+        steps = [line["step"] for line in lines(self.path.parent, "train")]
+        done.append(f"{self.path.name} to step {max(steps)}")
+        sync(self)
+
+    def finished(folder: Path, marker: dict[str, Any]) -> None:
+        finish(folder, marker)
+        done.append(f"marker of step {marker['state']['step']}")
+
+    AppendedLines.sync, directory.finish = synced, finished
+    os.environ["K3TRAIN_CHECKPOINT_NOTE"] = note
+    try:
+        assert train(rank, world_size, recipe)[0] == 0
+    finally:
+        AppendedLines.sync, directory.finish = sync, finish
+        del os.environ["K3TRAIN_CHECKPOINT_NOTE"]
+    return done
+
+
 def reached(run_dir: Path) -> tuple[list[int], list[int], str]:
     """Steps, steps of evaluations, and the newest checkpoint of a run."""
     steps, evaluations = ([line["step"] for line in lines(run_dir, kind)] for kind in ("train", "eval"))
@@ -53,13 +80,18 @@ def test_a_stop_does_not_wait_for_an_evaluation_nor_cost_one(pool: Any, corpus: 
     ends in the middle of it.
     """
     clean, recipe = (small_recipe(corpus, tmp_path / name, **MADE) for name in ("clean", "stopped"))
-    assert [code for code, _ in pool.run(train, 2, clean)] == [0, 0]
+    clean["checkpoint"]["interval"] = 3
+    first, second = pool.run(ordered, 2, clean, str(tmp_path / "note"))
+    # No checkpoint is newer than the lines that are on the disk; and the batch script hears of progress.
+    expected = [f"{what} step {step}" for step in (3, 5) for what in ("metrics.jsonl to", "marker of")]
+    assert (first, second) == (expected, [])
+    assert (tmp_path / "note").read_text() == "5\n"
     ours = tmp_path / "stopped"
     assert [code for code, _ in pool.run(train, 2, recipe, 2)] == [143, 143]  # in the step before an evaluation
     assert reached(ours) == ([1, 2], [0], "step_00000002")
     assert pool.run(stopped_in_evaluation, 2, recipe, 1) == [143, 143]  # in the one that was left out
     assert reached(ours) == ([1, 2], [0, 2], "step_00000002")
-    assert pool.run(stopped_in_evaluation, 2, recipe, 1) == [143, 143]  # in that of step 4, which is saved: no step more
+    assert pool.run(stopped_in_evaluation, 2, recipe, 1) == [143, 143]  # in that of step 4: saved, and no step more
     assert reached(ours) == ([1, 2, 3, 4], [0, 2, 4], "step_00000004")
     assert pool.run(stopped_in_evaluation, 2, recipe, 1) == [0, 0]  # in the last one: there is nothing left to stop
     for kind in ("train", "eval"):
