@@ -84,7 +84,9 @@ def check_disk(folders: list[Path], min_free_gb: float, report: Report, shared: 
             continue
         report.facts.append(f"{free:.0f} GB free in {folder}")
         if free < min_free_gb:
-            report.trouble(f"{folder} has {free:.1f} GB free, fewer than --min-free-gb {min_free_gb:g}", folder == shared)
+            report.trouble(
+                f"{folder} has {free:.1f} GB free, fewer than --min-free-gb {min_free_gb:g}", folder == shared
+            )
 
 
 def check_devices(config: RecipeConfig, ranks: int, report: Report) -> str:

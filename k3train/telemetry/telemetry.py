@@ -235,8 +235,8 @@ class Telemetry:
         recovery = self._log.recovery
         if recovery.last_step < start_step:
             self.event(
-                f"metrics.jsonl ends with step {recovery.last_step}, and the checkpoint holds step {start_step}: the lines "
-                "between are lost (the machine went down before its disk had them, or the file was moved)",
+                f"metrics.jsonl ends with step {recovery.last_step}, and the checkpoint holds step {start_step}: the "
+                "lines between are lost (the machine went down before its disk had them, or the file was moved)",
                 "warning",
             )
         if recovery.dropped_unreadable:

@@ -1,6 +1,6 @@
 """SIGKILL at named places and at random moments around saves: the run always goes on from what was committed last, and
-ends as if nothing had happened. `K3_TEST_LONG=1` tries each place in both ways of saving, and 40 random moments around one
-of the next twelve saves each (with `-o faulthandler_timeout=0`: it takes long).
+ends as if nothing had happened. `K3_TEST_LONG=1` tries each place in both ways of saving, and 40 random moments around
+one of the next twelve saves each (with `-o faulthandler_timeout=0`: it takes long).
 """
 
 from __future__ import annotations
