@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import os
 from contextlib import suppress
 from pathlib import Path
@@ -37,10 +36,10 @@ class AppendedLines:
         try:
             while self._waiting:
                 self._mend()
-                self._torn = True
-                if self._file.write(self._waiting[0]) != len(self._waiting[0]):
-                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))  # a part of the line had room
-                self._torn = False
+                rest = self._waiting[0]
+                while rest:  # where only a part has room, the next attempt says why
+                    rest = rest[self._file.write(rest) :]
+                    self._torn = bool(rest)
                 self._end += len(self._waiting.pop(0))
         except OSError as error:
             self.failure = error.strerror or type(error).__name__

@@ -159,7 +159,7 @@ def test_a_corrupt_line_in_the_middle_costs_only_itself(tmp_path: Path) -> None:
 def test_a_full_disk_holds_lines_up_and_loses_none(tmp_path: Path) -> None:
     """The second step has room for the beginning of its line only; nothing torn stays, and later all is there, once."""
     stream = io.StringIO()
-    telemetry = start(tmp_path, stream=stream)
+    telemetry = start(tmp_path, stream=stream, pictures=False)
     telemetry.step(make_step(1))
     path = tmp_path / METRICS_FILE
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -215,7 +215,7 @@ def test_lines_are_on_the_disk_when_a_checkpoint_is_to_count(tmp_path: Path, mon
     """And where a power cut has taken them nevertheless, that is said."""
     synced: list[int] = []
     monkeypatch.setattr(os, "fsync", lambda number: synced.append(os.fstat(number).st_ino))
-    telemetry = start(tmp_path)
+    telemetry = start(tmp_path, pictures=False)
     telemetry.step(make_step(3))
     telemetry.table("samples", 3, [{"a": 1}])
     telemetry.sync()
