@@ -192,9 +192,13 @@ class WandbSink:
         """Whether metrics still reach W&B."""
         return self._run is not None
 
-    def log(self, step: int, metrics: dict[str, Any], kind: str) -> None:
-        """Send metrics of a step. W&B's steps only grow: a step the run already holds is not sent again."""
-        if self._run is None or step <= self._last_sent_step:
+    def log(self, step: int, metrics: dict[str, Any], kind: str, late: bool = False) -> None:
+        """Send metrics of a step. W&B's steps only grow: a step the run already holds is not sent again.
+
+        `late` metrics are of a step whose others the run has: they go into the row of the next one.
+        """
+        row = self._last_sent_step + 1 if late else step
+        if self._run is None or row <= self._last_sent_step:
             return
         paths = metrics.get("paths") or {}
         if paths != self._paths:
@@ -204,7 +208,7 @@ class WandbSink:
             )
         loads = metrics.get("tokens_per_expert")
         pictures = self._guard("draw the experts' load", lambda: wandb_load(loads)) if loads else None
-        self._log(step, {**panel_metrics(metrics, kind), **(pictures or {})})
+        self._log(row, {"step": step, **panel_metrics(metrics, kind), **(pictures or {})})
 
     def table(self, step: int, name: str, rows: list[dict[str, Any]]) -> None:
         """Send rows as a table."""
