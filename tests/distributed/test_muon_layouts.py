@@ -19,10 +19,15 @@ TOLERANCE = 1e-5  # relative, in norm, per parameter, after STEPS steps
 
 
 def muon_recipe(**settings: Any) -> RecipeConfig:
-    """The small model of the layout tests under the shipped Per-Head Muon."""
+    """The small model of the layout tests under the shipped Per-Head Muon, with a vocabulary far larger than any block.
+
+    So a data-parallel rank that held more of the embedding than others would hold far more state.
+    """
     shipped: OptimConfig = load_recipe(["recipe=pretrain/k3-tiny", "optim=per-head-muon"]).optim
     changes = {"lr": 1e-3, "min_lr": 1e-4, "schedule": "constant", "eps": 1e-3}
-    return dataclasses.replace(recipe(**settings), optim=dataclasses.replace(shipped, **changes))
+    plain = recipe(**settings)
+    model = dataclasses.replace(plain.model, vocab_size=600)
+    return dataclasses.replace(plain, model=model, optim=dataclasses.replace(shipped, **changes))
 
 
 def updates(rank: int, world_size: int, config: RecipeConfig, elements: int | None = None) -> dict[str, Any]:
@@ -36,7 +41,7 @@ def updates(rank: int, world_size: int, config: RecipeConfig, elements: int | No
 
     start_model_parallel(config.parallel)
     chunks, transformer_config = build_chunks(config)
-    models = build.wrap_data_parallel(chunks, transformer_config, config.parallel)
+    models = build.wrap_data_parallel(chunks, transformer_config, config.parallel, config.optim)
     optim = dataclasses.replace(config.optim, lr=1.0, weight_decay=0.0)
     plain = build.compile_rounds
     if elements is not None:

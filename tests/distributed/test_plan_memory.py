@@ -45,6 +45,7 @@ def config_of(layout: dict[str, Any]) -> Any:
     config.train.precision = precision
     if optim == "muon":
         config.optim.name, config.optim.policy = "muon", [PolicyRule(**rule) for rule in MUON]
+        config.model.vocab_size = 600  # so that embedding and head are shared out apart from the rest
     return config
 
 
@@ -57,7 +58,7 @@ def really_held(config: Any) -> tuple[dict[str, int], tuple[int, int, int]]:
 
     start_model_parallel(config.parallel)
     chunks, transformer_config = build_chunks(config, init=False)
-    models = wrap_data_parallel(chunks, transformer_config, config.parallel)
+    models = wrap_data_parallel(chunks, transformer_config, config.parallel, config.optim)
     optimizer = build_optimizer(config.optim, models, config.parallel, config.train.precision)
     allocate_state(optimizer)
     size = dict.fromkeys(("weights", "padding", "gradients", "main", "moments", "router"), 0)

@@ -30,7 +30,7 @@ def built(optim: OptimConfig, precision: str = "fp32", distributed: bool = True)
         model=small_model(), optim=optim, parallel=parallel, train=TrainConfig(precision=precision)
     )
     chunks, transformer_config = build_chunks(config)
-    models = wrap_data_parallel(chunks, transformer_config, parallel)
+    models = wrap_data_parallel(chunks, transformer_config, parallel, optim)
     return chunks[0], build_optimizer(optim, models, parallel, precision)
 
 
