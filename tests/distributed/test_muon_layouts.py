@@ -152,10 +152,21 @@ def test_small_rounds_change_nothing(pool: WorkerPool, one_rank: list[dict[str, 
         assert rounds[0] == max(result["parts"]["dense"]["blocks"] for result in actual)
 
 
-@pytest.mark.parametrize(("layout", "ranks"), [({}, 1), ({"tensor": 2, "expert": 2}, 4)])
-def test_training_steps_are_those_of_one_rank(pool: WorkerPool, layout: dict[str, Any], ranks: int) -> None:
+@pytest.fixture(scope="module")
+def trained_alone(pool: WorkerPool) -> list[dict[str, Any]]:
+    return pool.run(train, 1, muon_recipe(micro_batch_size=1))
+
+
+@pytest.mark.parametrize(
+    ("layout", "ranks"),
+    [({}, 1), ({"tensor": 2, "expert": 2}, 4), ({"pipeline": 2, "context": 2, "expert": 2}, 4)],
+    ids=["alone", "tp2-ep2-dp2", "pp2-cp2-ep2"],
+)
+def test_training_steps_are_those_of_one_rank(
+    pool: WorkerPool, trained_alone: list[dict[str, Any]], layout: dict[str, Any], ranks: int
+) -> None:
     """Whole steps: gradients of micro-batches (on one rank of another size), clipping, both optimizers."""
-    expected = pool.run(train, 1, muon_recipe(micro_batch_size=1))
+    expected = trained_alone
     actual = pool.run(train, ranks, muon_recipe(**layout))
     for step in range(STEPS):
         assert actual[0]["grad_norm"][step] == pytest.approx(expected[0]["grad_norm"][step], rel=TOLERANCE)
