@@ -6,8 +6,8 @@ r"""Time of one Muon update per head, of whole matrices, and of AdamW, on the sa
 
 A layer is all matrices of a KDA layer's mixer that Muon trains and that grow with its heads: `q`, `k`, `v`, `g` and
 `f_b`, which Per-Head Muon splits by head, and `o`, which either Muon takes whole. (`f_a`, [128 x 7168] at K3's size, is
-left out.) `--heads-fraction n` takes every n-th head of K3's layer, for with all 96 the whole matrices are 82 TFLOP; the
-work of all heads is printed beside it.
+left out.) `--heads-fraction n` takes every n-th head of K3's layer, for with all 96 the whole matrices are 82 TFLOP;
+the work of all heads is printed beside it.
 
 What is timed is the update from gradient to weight: momentum, orthogonalization and scaling for Muon; torch's AdamW. On
 the CPU it is processor time, so that other work on the machine counts little. Medians of interleaved rounds, after a
