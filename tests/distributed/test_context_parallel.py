@@ -41,7 +41,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "cp2-ep2": (2, {"context": 2, "expert": 2}),
     "cp2-tp2-ep4": (4, {"context": 2, "tensor": 2, "expert": 4}),
     "cp2-tp2-etp2-ep2": (4, {"context": 2, "tensor": 2, "expert_tensor": 2, "expert": 2}),
-    "cp4-tp2-ep2": (8, {"context": 4, "tensor": 2, "expert": 2}),
+    "cp4-tp2-ep2": (8, {"context": 4, "tensor": 2, "expert": 2, "micro_batch_size": 4}),
     "cp4-micro-batch-4": (4, {"context": 4, "micro_batch_size": 4}),
     "cp2-recompute": (2, {"context": 2, "recompute": "full"}),
     "cp2-whole-optimizer": (2, {"context": 2, "distributed_optimizer": False}),

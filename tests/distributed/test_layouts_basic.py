@@ -7,6 +7,7 @@ there, so floats agree to a few rounding errors; the router biases are read off 
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -194,10 +195,16 @@ def assert_close_in_norm(
     assert not far, f"{what} beyond {tolerance:g} of the one-rank run:\n" + "\n".join(far)
 
 
+@functools.cache
+def one_rank_runs(pool: WorkerPool) -> dict[bool, list[dict[str, Any]]]:
+    """What all layouts are compared with, made once for the files that use it."""
+    return {mtp: pool.run(train, 1, recipe(mtp=mtp)) for mtp in (False, True)}
+
+
 @pytest.fixture(scope="module")
 def one_rank(pool: WorkerPool) -> dict[bool, list[dict[str, Any]]]:
     """The one-rank runs, without and with multi-token prediction."""
-    return {mtp: pool.run(train, 1, recipe(mtp=mtp)) for mtp in (False, True)}
+    return one_rank_runs(pool)
 
 
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
