@@ -79,7 +79,8 @@ def test_it_begins_as_the_layer_that_it_was(single_rank: None) -> None:
     head = model._logits
     seen: dict[str, list] = {"model": [], "draft": []}
     for name, m in (("model", model), ("draft", draft)):
-        m._logits = lambda x, at=None, name=name: seen[name].append(head(x, at)) or seen[name][-1]
+        # Copies: Megatron-Core's cross-entropy writes over the logits that it is given.
+        m._logits = lambda x, at=None, name=name: seen[name].append(head(x, at)) or seen[name][-1].clone()
     with torch.no_grad():
         out = model(tokens, packing, tokens.roll(-1, 1), mask)
         found = losses(draft, tokens, packing, mask)
