@@ -256,35 +256,35 @@ def test_proposals_of_the_targets_own_distribution_always_stay() -> None:
 def test_generated_texts_have_the_targets_distribution(
     model: torch.nn.Module, monkeypatch: pytest.MonkeyPatch, rule: Callable | None
 ) -> None:
-    """Two tokens over a vocabulary of 5 ids, all 25 texts enumerated from whole forwards; with a temperature. What is
-    proposed matters: with a rule that keeps everything, the same test fails."""
+    """The second and third token over a vocabulary of 5 ids, against all 125 texts of three, from whole forwards. What
+    is proposed matters: with a rule that keeps everything, the same test fails."""
     from k3train.model.packing import Packing
     from k3train.rollout import speculative as module
     from k3train.rollout.sampling import SamplingConfig, probabilities
 
-    settings = {"temperature": 2.0, "max_new_tokens": 3}
-    start, sampling, few, total = prompt(6), SamplingConfig(temperature=2.0), 5, 1500
-
-    def next_token(*after: int) -> torch.Tensor:
-        whole = torch.tensor([[*start, *after]])
-        with torch.no_grad():
-            return probabilities(model(whole, Packing.whole_rows(*whole.shape))[0, -1:, :few], sampling)[0]
-
-    first = next_token()
-    expected = {(a, b): float(first[a] * next_token(a)[b]) for a in range(few) for b in range(few)}
+    start, few, total = prompt(6), 5, 1500
+    texts = torch.cartesian_prod(torch.arange(few), torch.arange(few))
+    whole = torch.cat([torch.tensor(start).repeat(len(texts), 1), texts], dim=1)
+    with torch.no_grad():
+        logits = model(whole, Packing.whole_rows(*whole.shape))[:, -3:, :few]
+    # [texts, 3, few] to p(a), p(b | a), p(c | a, b).
+    p = probabilities(logits.flatten(0, 1), SamplingConfig()).view(few, few, 3, few)
+    first, second, third = p[0, 0, 0], p[:, 0, 1], p[:, :, 2]
+    joint = torch.einsum("a,ab,abc->bc", first, second, third)
+    expected = {(b, c): float(joint[b, c]) for b in range(few) for c in range(few)}
+    assert min(expected.values()) * total > 5
     if rule is not None:
         monkeypatch.setattr(module, "accept", rule)
-    generator = speculative(model, draft_tokens=2, vocab_size=few, max_rows=300)
-    out = generated(generator, [request(6, samples=total, **settings)])
-    assert generator.proposed > total
-    counts = Counter((text[0].token, text[1].token) for text in out.values())
+    generator = speculative(model, draft_tokens=2, vocab_size=few, max_rows=500)
+    out = generated(generator, [request(6, samples=total, max_new_tokens=4)])
+    assert generator.proposed >= 2 * total
+    counts = Counter((text[1].token, text[2].token) for text in out.values())
     found = chi_square(counts, expected, total)
     assert (found < CHI_SQUARE[24]) == (rule is None), found
-    if rule is None:
-        for text in itertools.islice(out.values(), 40):
-            a, b = (n.token for n in text[:2])
-            told = text[0].sampling_logprob + text[1].sampling_logprob
-            assert told == pytest.approx(float(torch.tensor(expected[a, b]).log()), abs=1e-3)
+    for text in itertools.islice(out.values(), 40 if rule is None else 0):
+        a, b, c = (n.token for n in text[:3])
+        told = [n.sampling_logprob for n in text[:3]]
+        assert told == pytest.approx([float(x.log()) for x in (first[a], second[a, b], third[a, b, c])], abs=1e-3)
 
 
 def test_rows_that_are_kept_go_on(model: torch.nn.Module) -> None:
