@@ -3,7 +3,7 @@
 A key is `k_h = W_k,h latent` beside a part shared by all heads, so `q_h . k_h = (W_k,h^T q_h) . latent + ...`: for a
 single query it is cheaper to fold `W_k,h` into the query and attend over the latents themselves, as one key head that
 all query heads share, and to apply `W_v,h` to the mixture of latents. Then nothing is expanded for the cached tokens.
-So it is for a few queries behind a row that has tokens already, as speculative sampling has them.
+So it is for a few queries behind a row that has tokens already; speculative sampling asks for that (`StateView.few`).
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def attend_after(
     q = q.transpose(1, 2).flatten(0, 1)[: view.num_tokens]
     if view.one_each:
         out = _absorbed(layer, q.unsqueeze(1), state, slice(None), view.lengths.unsqueeze(1), view.longest).squeeze(1)
-    elif max(view.counts) <= FEW and min(view.past) > 0:
+    elif view.few and max(view.counts) <= FEW and min(view.past) > 0:
         out = _few(layer, q, state)
     else:
         out = _mixed(layer, q, state)

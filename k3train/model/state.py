@@ -160,10 +160,13 @@ class SequenceStates:
                 self.pool.release(page)
             heapq.heappush(self._free_slots, row)
 
-    def extend(self, rows: Sequence[int], counts: Sequence[int], trial: bool = False) -> StateView:
+    def extend(
+        self, rows: Sequence[int], counts: Sequence[int], trial: bool = False, drafted: bool = False
+    ) -> StateView:
         """Room for `counts[i]` more tokens of `rows[i]`, for one forward pass that computes them.
 
         After a `trial`, which may turn out to be about the wrong tokens, `settle` has to say how many of them stay.
+        `drafted` is a draft's own pass, which is about a few tokens of many rows as well.
 
         Raises:
             ValueError: an unknown row, a row twice, or a count below 1.
@@ -176,7 +179,7 @@ class SequenceStates:
             while len(self._pages[row]) * self.page_size < self.tokens[row]:
                 self._append_page(row)
         self._fit_pages()
-        return StateView(self, list(rows), past, list(counts), trial)
+        return StateView(self, list(rows), past, list(counts), trial, trial or drafted)
 
     def settle(self, view: StateView, counts: Sequence[int]) -> None:
         """Keep the first `counts[i]` tokens of each row of a trial whose forward pass has run; the rest never were.
@@ -293,13 +296,20 @@ class StateView:
         lengths: [rows], `past + counts`.
         one_each: whether every row gets a single token.
         trial: whether `SequenceStates.settle` is still to say which tokens stay.
+        few: whether rows of a few tokens may attend together. Plain decoding never asks for it: its bits are its own.
     """
 
     def __init__(
-        self, states: SequenceStates, rows: list[int], past: list[int], counts: list[int], trial: bool = False
+        self,
+        states: SequenceStates,
+        rows: list[int],
+        past: list[int],
+        counts: list[int],
+        trial: bool = False,
+        few: bool = False,
     ) -> None:
         self.states, self.rows, self.past, self.counts = states, rows, past, counts
-        self.trial = trial
+        self.trial, self.few = trial, few
         # Of each KDA layer: its states, what makes those after a part of the tokens, and those after all.
         self.postponed: list[tuple[KDAView, StatesAfter, torch.Tensor, torch.Tensor]] = []
         self.num_tokens = sum(counts)

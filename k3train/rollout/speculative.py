@@ -160,7 +160,8 @@ class SpeculativeGenerator(BatchGenerator):
         """The draft reads more of its rows: logits [rows, vocab] and its own features [rows, h] behind the last."""
         model, states = self.model, self.states.draft
         draft: DraftModel = model.mtp
-        view = states.extend(self.states.draft_rows(rows), [len(piece) for piece in tokens])
+        counts = [len(piece) for piece in tokens]
+        view = states.extend(self.states.draft_rows(rows), counts, drafted=True)
         ids = torch.tensor([[token for piece in tokens for token in piece]], device=self.device)
         packing = Packing.whole_rows(1, ids.shape[1], self.device)
         layer = view.layer(model.config.num_layers)
