@@ -125,7 +125,7 @@ class DraftModel(MultiTokenPrediction):
             else:
                 found.append(compare(own, log_p))
         loss, acceptance = torch.nn.functional.pad(torch.stack(found, dim=1), (0, 0, 0, 1)).transpose(-1, -2)
-        return DraftLosses(loss, acceptance, mask)
+        return DraftLosses(loss, acceptance.detach(), mask)  # stacked with the loss, it would need a gradient
 
 
 def token_losses(logits: torch.Tensor, log_p: torch.Tensor, kind: str) -> torch.Tensor:

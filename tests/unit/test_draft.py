@@ -236,6 +236,7 @@ def test_only_the_draft_learns(single_rank: None) -> None:
     tokens = tokens_of(IDS)
     found = losses(model, tokens, packed(IDS), label_mask(IDS))
     (found.loss * found.mask).sum().backward()
+    assert not found.acceptance.requires_grad
     have = {n for n, p in model.named_parameters() if p.grad is not None and p.grad.abs().sum() > 0}
     assert have == {n for n, _ in model.named_parameters() if n.startswith("mtp.")}
     balance = update_router_bias([model])
@@ -243,6 +244,30 @@ def test_only_the_draft_learns(single_rank: None) -> None:
     # Positions without a start are not counted: of step k, each document's first k - 1.
     positions = sum(max(0, n - k) for k in range(STEPS) for n in (9, 11, 4, 24))
     assert sum(balance[7].tokens_per_expert) == 2 * positions
+
+
+def test_quantized_training_stays_on(single_rank: None) -> None:
+    """The draft's experts and the target's are rounded (report section 4.1.4), and those of the draft still learn."""
+    from k3train.model.experts import LatentExperts
+
+    tokens, found = tokens_of(IDS), {}
+    for enabled in (False, True):
+        config = draft_config()
+        config.quant.enabled = enabled
+        config.model.moe.latent_size = config.model.moe.expert_hidden_size = 32  # a block of the formats
+        model = built(config, seed=2).train()
+        found[enabled] = losses(model, tokens, packed(IDS), label_mask(IDS))
+        (found[enabled].loss * found[enabled].mask).sum().backward()
+        experts = {n: m for n, m in model.named_modules() if isinstance(m, LatentExperts)}
+        assert any(n.startswith("mtp.") for n in experts)
+        assert any(n.startswith("decoder.") for n in experts)
+        for name, module in experts.items():
+            # w13 and w2 once, whatever the number of unrolled steps.
+            assert (module.fake_quant.times_rounded if enabled else module.fake_quant) == (2 if enabled else None), name
+            learns = [p.grad is not None and float(p.grad.abs().sum()) > 0 for p in (module.w13, module.w2)]
+            assert learns == [name.startswith("mtp.")] * 2, name
+    counts = found[True].mask > 0
+    assert float((found[True].loss - found[False].loss)[counts].abs().max()) > 1e-4
 
 
 REFUSED = [

@@ -187,6 +187,64 @@ def test_states_go_back(model: torch.nn.Module) -> None:
         trial.shorten(rows[0], 1)
 
 
+def one_query(layer: Any, q: torch.Tensor, cached: torch.Tensor) -> torch.Tensor:
+    """[n, heads, v_head_dim]: one query [n, heads, qk_dim] a row behind cached [n, t, latent + shared], as plain
+    decoding has always computed it, operation for operation."""
+    mla = layer.mla
+    dims = [mla.qk_nope_head_dim, mla.v_head_dim]
+    to_key, to_value = layer.kv_b_proj.weight.unflatten(0, (layer.local_heads, sum(dims))).split(dims, dim=1)
+    own, shared = q.split([mla.qk_nope_head_dim, mla.qk_rope_head_dim], dim=-1)
+    query = torch.cat([torch.bmm(own.transpose(0, 1), to_key).transpose(0, 1), shared], dim=-1)
+    weights = torch.softmax(torch.bmm(query, cached.transpose(1, 2)) * layer.qk_dim**-0.5, dim=-1)
+    mixture = torch.bmm(weights, cached[..., : mla.kv_lora_rank])
+    return torch.bmm(mixture.transpose(0, 1), to_value.transpose(1, 2)).transpose(0, 1)
+
+
+@torch.no_grad()
+def test_plain_decoding_keeps_its_bits(model: torch.nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A single query a row is computed in the operations of before drafts were there; a few tokens attend together
+    only where a drafted pass asks for it, which gives the same up to rounding; a draft beside a model changes no bit of
+    what it says without it."""
+    from k3train.model import mla_decode
+    from k3train.model.gated_mla import GatedMLA
+    from k3train.model.state import SequenceStates
+    from k3train.rollout.generate import BatchGenerator
+
+    layer = next(m for m in model.decoder.modules() if isinstance(m, GatedMLA))
+    index = next(i for i, s in SequenceStates.of(model).layers.items() if not hasattr(s, "memory"))
+    few, calls = mla_decode._few, []
+    monkeypatch.setattr(mla_decode, "_few", lambda *given: calls.append(1) or few(*given))
+    numbers = torch.Generator().manual_seed(4)
+    width = layer.mla.kv_lora_rank, layer.mla.qk_rope_head_dim
+    states = SequenceStates.of(model, page_size=4)
+    rows, held = states.add(2), torch.zeros(2, 0, sum(width))
+    for counts in ([5, 5], [1, 1], [3, 3], [1, 1]):
+        for drafted in (False, True) if counts == [3, 3] else (False,):
+            view = states.extend(rows, counts, drafted=drafted)
+            new = torch.randn(2, counts[0], sum(width), generator=numbers)
+            held = torch.cat([held, new], dim=1)
+            q = torch.randn(1, layer.local_heads, sum(counts), layer.qk_dim, generator=numbers)
+            latent, shared = new.flatten(0, 1).unsqueeze(1).split(width, dim=-1)
+            out = mla_decode.attend_after(layer, q, latent, shared, view.layer(index))[0].transpose(0, 1)
+            pieces = q[0].transpose(0, 1).unflatten(0, (2, counts[0]))
+            for t in range(counts[0]):
+                expected = one_query(layer, pieces[:, t], held[:, : held.shape[1] - counts[0] + t + 1])
+                found = out.unflatten(0, (2, counts[0]))[:, t]
+                torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-4)
+                assert counts[0] > 1 or torch.equal(found, expected)
+            assert len(calls) == drafted
+            calls.clear()
+    requests = [request(9, samples=2), request(4, temperature=0.0), request(6, top_p=0.8)]
+    texts, draft = [], model.mtp
+    try:
+        for model.mtp in (draft, None):
+            texts.append(generated(BatchGenerator(model, VOCAB, page_size=4, prefill_tokens=5), requests))
+    finally:
+        model.mtp = draft
+    assert texts[0] == texts[1]
+    assert not calls
+
+
 def chi_square(counts: Counter, expected: dict[Any, float], total: int) -> float:
     """Pearson's statistic; outcomes that are not expected make it infinite."""
     if counts.keys() - expected.keys():
