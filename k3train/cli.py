@@ -72,6 +72,8 @@ def _generate_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--ignore-eos", action="store_true", help="go on after the end-of-document token")
     parser.add_argument("--batch-size", type=int, default=32, metavar="N", help="samples at a time (default 32)")
     parser.add_argument("--json", action="store_true", help="one JSON object a sample, with tokens and log-probs")
+    parser.add_argument("--draft", metavar="DIR", help="a checkpoint whose draft proposes tokens (docs/draft.md)")
+    parser.add_argument("--draft-tokens", type=int, metavar="N", help="proposed at a time (default 4)")
     _reading_arguments(parser)
 
 
@@ -138,7 +140,8 @@ def _eval_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--temperature", type=float, help="default 0 (greedy) for one answer, 1 for several")
     parser.add_argument("--top-p", type=float, default=1.0, metavar="P", help="only the likeliest tokens of this mass")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--effort", choices=["low", "high", "max"], help="thinking effort instead of the tasks' own")
+    efforts = ["low", "high", "max", "none"]
+    parser.add_argument("--effort", choices=efforts, help="instead of the tasks' own; none: without that message")
     parser.add_argument(
         "--perplexity", action="append", metavar="NAME=FILE", help="perplexity of conversations or texts; several"
     )
