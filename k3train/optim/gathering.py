@@ -76,8 +76,9 @@ class GatheringOptimizer(DistributedOptimizer):
                 # One rank holds all of a bucket, and its end is padding.
                 share = bucket.grad_data.numel() // ranks
                 own = whole[key][start:end] if ranks == 1 else self._scratch(0, share, device)
-                for local, tensors in shards:
-                    own[local.start : local.end].copy_(tensors[key])
+                places = [own[local.start : local.end] for local, _ in shards]
+                if places:
+                    torch._foreach_copy_(places, [tensors[key] for _, tensors in shards])
                 if ranks > 1:
                     self._collect(own, whole[key][start:end], ranks)
             start = end

@@ -77,6 +77,7 @@ class Trainer:
         self.held_out: list[dict[str, float]] = []  # evaluations of this process
         self.flag_raised = 0  # the stop signal that all ranks agreed on after the last step
         self.save_now = False  # after a rollback
+        self._all_written = False  # whether no rank's threads were at a checkpoint after the last step
         self._own_seconds = 0.0  # of the last step, until this rank's gradients were ready
         self.guards = Guards(config.guards, here.device, self.origin.guards)
         self.stragglers = Stragglers(config.guards)
@@ -186,13 +187,14 @@ class Trainer:
         return clipped
 
     def _agree(self) -> int:
-        """Share peak memory, stop requests and own times, so that every rank stops after the same step."""
+        """Share peak memory, stop requests, own times and who still writes, so that every rank does the same next."""
         device = self.here.device
-        mine = [memory_bytes(device), self.flag.signal, self._own_seconds]
+        mine = [memory_bytes(device), self.flag.signal, self._own_seconds, self.saver.is_idle()]
         shared = torch.empty(self.here.world_size * len(mine), dtype=torch.float64, device=device)
         dist.all_gather_into_tensor(shared, torch.tensor(mine, dtype=torch.float64, device=device))
-        memory, signals, own = shared.view(-1, len(mine)).T.tolist()
+        memory, signals, own, idle = shared.view(-1, len(mine)).T.tolist()
         self.flag_raised = int(max(signals))
+        self._all_written = bool(min(idle))
         told = self.stragglers.look(self.state.step, own)
         if told is not None:
             self.telemetry.alert(told, rank=self.stragglers.metrics["slowest"])
@@ -234,7 +236,7 @@ class Trainer:
                     if self.faults.break_saves:
                         self.saver.settle()
             else:
-                self.saver.poll()
+                self.saver.poll(self._all_written)
         self.save_now = False
         committed = self.saver.last_committed
         if committed != before:
