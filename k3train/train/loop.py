@@ -201,20 +201,29 @@ class Trainer:
         return int(max(memory))
 
     def _evaluate(self) -> None:
-        """Evaluate, and take note of a stop request that came meanwhile."""
+        """Evaluate, and take note of a stop request that came meanwhile; the next start makes what it cuts short."""
         self.watchdog.beat(f"the evaluation after step {self.state.step}")
+        whole = True
         if (own := hooks.evaluation(self.stage)) is not None:
             self.telemetry.evaluation({"step": self.state.step, **own})
         elif (held_out := self.stage.held_out()) is not None:
-            self._evaluate_on(held_out)
+            whole = self._evaluate_on(held_out)
+        asked = self._stop_asked()
+        if self.state.step < self.config.train.steps or not whole:  # else there is nothing left to stop
+            self.flag_raised = asked
+
+    def _stop_asked(self) -> int:
+        """The stop signal that any rank got, on every rank."""
         flag = torch.tensor([self.flag.signal], device=self.here.device)
         dist.all_reduce(flag, op=dist.ReduceOp.MAX)
-        if self.state.step < self.config.train.steps:  # else there is nothing left to stop
-            self.flag_raised = int(flag)
+        return int(flag)
 
-    def _evaluate_on(self, held_out: list[Batch]) -> None:
+    def _evaluate_on(self, held_out: list[Batch]) -> bool:
+        """Whether it came to its end."""
         with self.timers.phase("eval"):
-            reports = self.runner.evaluate(held_out)
+            reports = self.runner.evaluate(held_out, stop=lambda: self._stop_asked() > 0)
+        if reports is None:
+            return False
         loss = reports["loss"]
         metrics = {"step": self.state.step, **reports, "perplexity": math.exp(min(loss, 80.0))}
         if self.stage.bytes_per_token:
@@ -222,6 +231,7 @@ class Trainer:
         metrics["eval_time"] = self.timers.collect()["eval"]
         self.held_out.append(metrics)
         self.telemetry.evaluation(metrics)
+        return True
 
     def _save(self) -> None:
         """Save where that is due, or go on with a checkpoint that is being written."""
