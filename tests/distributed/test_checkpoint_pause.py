@@ -68,8 +68,8 @@ def counting(rank: int, world_size: int, recipe: dict[str, Any]) -> list[tuple[s
 
 
 def test_a_save_beside_the_training_asks_the_other_ranks_for_little(pool: Any, tmp_path: Path) -> None:
-    """Every question is a wait for the slowest rank, and part of the pause. One message opens a save that is not planned
-    anew, the optimizer's state is gathered, and whether all is written is part of what every step asks anyway.
+    """Every question is a wait for the slowest rank, and part of the pause. One message opens a save that is not
+    planned anew, the optimizer's state is gathered, and whether all is written is part of what every step asks anyway.
     """
     recipe = small_recipe(make_corpus(tmp_path), tmp_path / "run", **MADE)
     for (begin, opened), (poll, looked) in pool.run(counting, 2, recipe):
