@@ -11,7 +11,15 @@ from small_run import make_corpus, small_recipe, train
 
 COLLECTIVES = (
     *("all_reduce", "reduce", "broadcast", "gather", "all_gather", "all_gather_into_tensor", "scatter", "barrier"),
-    *("all_gather_object", "gather_object", "broadcast_object_list", "all_to_all_single", "reduce_scatter_tensor"),
+    *(
+        "send",
+        "recv",
+        "all_gather_object",
+        "gather_object",
+        "broadcast_object_list",
+        "all_to_all_single",
+        "reduce_scatter_tensor",
+    ),
 )
 MADE = {
     "model__num_layers": 2,
@@ -72,8 +80,9 @@ def test_a_save_beside_the_training_asks_the_other_ranks_for_little(pool: Any, t
     planned anew, the optimizer's state is gathered, and whether all is written is part of what every step asks anyway.
     """
     recipe = small_recipe(make_corpus(tmp_path), tmp_path / "run", **MADE)
-    for (begin, opened), (poll, looked) in pool.run(counting, 2, recipe):
+    first, second = pool.run(counting, 2, recipe)
+    for moves, ((begin, opened), (poll, looked)) in (("recv", first), ("send", second)):
         assert (begin, poll) == ("begin", "poll")
-        assert opened.pop("gather") % 3 == 0  # main weights and two moments of each bucket
+        assert opened.pop(moves) % 3 == 0  # main weights and two moments of each bucket
         assert opened == {"all_reduce": 1}
         assert looked == {}
