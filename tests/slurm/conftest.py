@@ -22,7 +22,7 @@ import yaml
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 NOT_TO_BE_HAD = 77  # exit code of cluster/start.sh
-PATIENCE = 400.0  # seconds of one test; with the cluster's start less than pytest's limit, which ends the process
+PATIENCE = 400.0  # seconds from the last job of a test; with the cluster's start less than pytest's limit, which ends the process
 
 
 class Cluster:
@@ -59,6 +59,7 @@ class Cluster:
         **variables: str,
     ) -> str:
         """Hand in a job of a script of slurm/ from the checkout's root; its id. A server has no recipe."""
+        self.deadline = time.monotonic() + PATIENCE  # also for what a fixture hands in, before its test begins
         environment = {**self.environment, **variables}
         name = "%A-%a" if any(option.startswith("--array") for option in options) else "%j"
         command = [with_program, "--parsable", f"--output={self.logs}/{name}.out"]
@@ -73,6 +74,7 @@ class Cluster:
         recipe["run"]["dir"] = f"{self.recipes.parent}/${{run.name}}"
         recipe["run"]["threads_per_rank"] = 1  # all "nodes" are this machine, and sums over threads round otherwise
         recipe["telemetry"]["console"] = True
+        recipe["data"] = {"train": [], "valid": [], **recipe["data"]}  # the default is the demo's corpus
         folder = self.recipes / "recipe"
         folder.mkdir(parents=True, exist_ok=True)
         (folder / f"{name}.yaml").write_text("# @package _global_\n" + yaml.safe_dump(recipe), encoding="utf-8")
