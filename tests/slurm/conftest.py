@@ -22,7 +22,7 @@ import yaml
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 NOT_TO_BE_HAD = 77  # exit code of cluster/start.sh
-PATIENCE = 400.0  # seconds from the last job of a test; with the cluster's start less than pytest's limit, which ends the process
+PATIENCE = 400.0  # seconds from a test's last job on; with the cluster's start less than pytest's limit, which ends all
 
 
 class Cluster:
