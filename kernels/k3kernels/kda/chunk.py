@@ -13,7 +13,8 @@ Inside a chunk, with ``G`` the cumulative log-decay, ``S`` the state before the 
 Everything but ``new`` and ``S'`` is done for all chunks, heads and documents at once.
 
 With the floor of K3 the cumulative log-decay of 16 tokens lies in (-80, 0): split evenly around a constant anchor,
-``exp(G + 40)`` and ``exp(-G - 40)`` are both well inside the fp32 range, and P and N are plain matrix products.
+``exp(G) exp(40)`` and its reciprocal are both well inside the fp32 range, and P and N are plain matrix products. The
+anchor is a factor, not a term of the exponent: G + 40 would be rounded at the size of 40, which is ten times coarser.
 Without such a floor ``halving.py`` makes them. No exponent is anchored at a later token.
 """
 
@@ -41,7 +42,7 @@ class _Chunks(NamedTuple):
     v: Tensor  # [M, C, V]
     beta: Tensor  # [M, C, 1]
     G: Tensor | None  # [M, C, K] cumulative log-decay, fp64; only for decays without a floor
-    decay: Tensor  # [M, C, K] exp(G + shift)
+    decay: Tensor  # [M, C, K] exp(G) exp(shift)
     tail: Tensor  # [M, C, K] exp(G_C - G)
     rows: Tensor  # [M, 2, C, K] scale * q * decay, and beta * k * decay
     P: Tensor  # [M, C, C]
@@ -71,7 +72,7 @@ def _prepare(
     rows = q.new_empty(q.shape[0], 2, chunk, key_dim)
     if shift is not None:
         G = None
-        decay = _running_sum_(g).add_(shift).exp_()
+        decay = _running_sum_(g).exp_().mul_(math.exp(shift))
         torch.mul(q, decay, out=rows[:, 0]).mul_(scale)
         torch.mul(k, decay, out=rows[:, 1]).mul_(beta)
         cols = k / decay
