@@ -85,23 +85,38 @@ class GatheringOptimizer(DistributedOptimizer):
                 (span["gbuf_local"], self._get_main_param_and_optimizer_states(parameter))
                 for parameter, span in ranges["param_map"].items()
             ]
+            share = (end - start) // ranks  # a bucket is padded to whole shares
             for key in keys:
-                own = whole[key][start:end] if ranks == 1 else self._scratch(0, (end - start) // ranks, device)
-                for local, tensors in shards:
-                    own[local.start : local.end].copy_(tensors[key])
+                target = whole[key][start:end]
+                own = self._own_place(target, share, ranks, device)
+                places = [own[local.start : local.end] for local, _ in shards]
+                if places:
+                    torch._foreach_copy_(places, [tensors[key] for _, tensors in shards])
                 if ranks > 1:
-                    self._collect(own, whole[key][start:end], ranks)
+                    self._collect(own, target, ranks)
         return {**whole, "numel_unpadded": buffer.numel_unpadded}
+
+    def _own_place(self, target: torch.Tensor, share: int, ranks: int, device: torch.device) -> torch.Tensor:
+        """Where this rank's share of a bucket is put together: on the host, the first rank's in its place at once."""
+        if ranks == 1:
+            return target
+        is_here = device.type == "cpu" and self.data_parallel_group.rank() == 0
+        return target[:share] if is_here else self._scratch(0, share, device)
 
     def _collect(self, own: torch.Tensor, target: torch.Tensor, ranks: int) -> None:
         """Every rank's share of a bucket to the first one's `target`."""
-        parts = None
-        if self.data_parallel_group.rank() == 0:
-            collected = self._scratch(1, ranks * own.numel(), own.device)
-            parts = list(collected.view(ranks, -1))
-        dist.gather(own, parts, group=self.data_parallel_group, group_dst=0)
-        if parts is not None:
-            target.copy_(collected[: target.numel()])
+        group, size = self.data_parallel_group, own.numel()
+        is_first = group.rank() == 0
+        if own.is_cuda:
+            collected = self._scratch(1, ranks * size, own.device) if is_first else None
+            dist.gather(own, None if collected is None else list(collected.view(ranks, -1)), group=group, group_dst=0)
+            if collected is not None:
+                target.copy_(collected)
+        elif not is_first:
+            dist.send(own, group=group, group_dst=0)
+        else:  # Gloo's gather would copy everything twice more; the first rank's own lies there already
+            for peer in range(1, ranks):
+                dist.recv(target[peer * size : (peer + 1) * size], group=group, group_src=peer)
 
     def _scratch(self, number: int, size: int, device: torch.device) -> torch.Tensor:
         """Memory for the moment; on CUDA the allocator keeps it."""
