@@ -139,6 +139,15 @@ def bench(config: RecipeConfig, steps: int) -> dict[str, Any]:
     return {"tokens": tokens, "seconds": seconds, "tokens_per_second": tokens / seconds, "shares": shares}
 
 
+def alone() -> None:
+    """Make this process the only rank."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
+
+
 def main() -> int:
     """Run the program; returns its exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -153,11 +162,7 @@ def main() -> int:
     except UserError as error:
         print(f"bench_step: {error}", file=sys.stderr)
         return 2
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
-    os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
+    alone()
     found = bench(config, args.steps)
     train = config.train
     print(f"{args.recipe}, {train.global_batch_size} x {train.seq_length} tokens a step; one thread of {processor()}")
