@@ -46,8 +46,13 @@ def fused_kernels(config: RecipeConfig, kind: str) -> bool:
 
 
 def fused_loss(config: RecipeConfig, kind: str) -> bool:
-    """Whether the cross-entropy is k3kernels' Triton form (`K3Model._loss`), which writes no logits in fp32."""
+    """Whether the cross-entropy is k3kernels' Triton form (`K3Model._loss`)."""
     return fused_kernels(config, kind) and config.stage.name not in _LOSS_OF_ITS_OWN
+
+
+def lean_loss(config: RecipeConfig) -> bool:
+    """Whether the cross-entropy is a form of k3kernels' that writes no logits in fp32 (`K3Model._loss`)."""
+    return config.model.kernels != "reference" and config.stage.name not in _LOSS_OF_ITS_OWN
 
 
 class Activations:
@@ -64,7 +69,7 @@ class Activations:
         self.shard = self.tokens / self.tp
         self.stream = self.shard * self.model.hidden_size * self.e  # one [s / TP, b, h]
         self.recompute = p.recompute == "full"
-        self.fused, self.fused_loss = fused_kernels(config, kind), fused_loss(config, kind)
+        self.lean, self.lean_loss = config.model.kernels != "reference", lean_loss(config)
         self.quantized = policy_in_force(config.quant, config.stage.name) is not None
 
     def layer(self, index: int) -> Kept:
@@ -157,12 +162,13 @@ class Activations:
         moe, n = self.model.moe, self.dispatched_tokens()
         latent = moe.latent_size or self.model.hidden_size
         width = moe.expert_hidden_size / self.etp
-        index = self.shard * (8 * moe.num_experts + 8 * moe.top_k)  # Megatron-Core's unfused permutation
+        # Megatron-Core's unfused permutation; on the CPU that of `HostDispatcher`.
+        index = self.shard * 8 * (moe.num_experts + moe.top_k if self.cuda else 3 * moe.top_k)
         kept = n * (latent * self.e + 3 * width * self.e + 4)
-        # What the weights multiply, in fp32. Triton's activation keeps its input and the weights alone.
+        # What the weights multiply, in fp32. The lean forms of the activation keep its input and the weights alone.
         if moe.weight_placement == "after_w2":
             kept += n * latent * 4
-        elif not self.fused:
+        elif not self.lean:
             kept += n * width * 4
         if self.quantized:
             kept += n * (latent + width) * self.e  # the inputs before they were rounded
@@ -193,8 +199,8 @@ class Activations:
         """The final norm and the cross-entropy over this rank's part of the vocabulary."""
         rows, padded = self._vocabulary_rows()
         norm = self.stream + 4 * self.shard + self._entered()
-        # Triton: the logits as they are, labels, the log of their sum. Else Megatron-Core's: exponentials in fp32.
-        kept = self.tokens * (rows * self.e + 8 + 4) if self.fused_loss else self.tokens * (rows * 4 + 1 + 8)
+        # Lean: the logits as they are, labels, the log of their sum. Else Megatron-Core's: exponentials in fp32.
+        kept = self.tokens * (rows * self.e + 8 + 4) if self.lean_loss else self.tokens * (rows * 4 + 1 + 8)
         return Kept({"residual stream": norm, "logits": kept + (self.tokens * rows if padded else 0.0)})
 
     def _vocabulary_rows(self) -> tuple[float, bool]:
@@ -223,9 +229,9 @@ class Activations:
         if head:
             rows, padded = self._vocabulary_rows()
             low = self.e if self.e == 2 else 0
-            # Triton: the gradient, in the logits' dtype, and once more where padding is masked. Else the logits as
+            # Lean: the gradient, in the logits' dtype, and once more where padding is masked. Else the logits as
             # computed, and a gradient in fp32.
-            each = self.e * (2 if padded else 1) if self.fused_loss else low + 4
+            each = self.e * (2 if padded else 1) if self.lean_loss else low + 4
             found["logits in the making"] = self.tokens * rows * each
         if self.cuda and any(not self.model.is_full_attention(i) for i in layers):
             kda = self.model.kda
