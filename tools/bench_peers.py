@@ -5,11 +5,11 @@
     python tools/bench_peers.py --only published train.seq_length=512
 
 The peers are the published modelling code and nemo-automodel 0.7's K3, as the parity tests build them
-(tests/parity/published_model.py, witness_model.py). Of what they have for CUDA only, torch stand-ins take the place. The
-chunked KDA kernel's is measured twice, because it decides most: once flash-linear-attention's naive chunked form
-("naive KDA"), and once this project's own operation ("our KDA"), which leaves the comparison to everything else. The
-published code's one path of experts that has gradients runs every expert on every token; "own tokens only" runs them on
-those that chose them instead.
+(tests/parity/published_model.py, witness_model.py). Torch stand-ins take the place of what they have for CUDA only.
+That of the chunked KDA kernel is there twice, because it decides most: flash-linear-attention's naive chunked form
+("naive KDA"), and this project's own operation ("our KDA"), which leaves the comparison to everything else. The
+published code's one path of experts that has gradients runs every expert on every token; "own tokens only" runs them
+on those that chose them instead.
 
 All take turns in one process on one thread. Times are processor time, the median of the rounds; ratios are the median
 of each round's. Peak memory is the most that the CPU allocator had given out at once in a forward and backward,

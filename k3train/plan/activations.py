@@ -135,7 +135,12 @@ class Activations:
         return kept + t * width * e
 
     def _gated_ffn(self, width: int) -> float:
-        return self._entered() + 3 * self.tokens * width / self.tp * self.e
+        return self._entered() + (self._activation() + 1) * self.tokens * width / self.tp * self.e
+
+    def _activation(self) -> int:
+        """Numbers of the activation's width that it keeps: gate and up, or what SiTU in fp32 on a CPU makes of them."""
+        made = not self.cuda and self.lean and self.model.activation == "situ" and self.e == 4
+        return 3 if made else 2
 
     def _shared_and_router(self) -> float:
         """Shared experts, router, latent projections and norm."""
@@ -164,7 +169,7 @@ class Activations:
         width = moe.expert_hidden_size / self.etp
         # Megatron-Core's unfused permutation; on the CPU that of `HostDispatcher`.
         index = self.shard * 8 * (moe.num_experts + moe.top_k if self.cuda else 3 * moe.top_k)
-        kept = n * (latent * self.e + 3 * width * self.e + 4)
+        kept = n * (latent * self.e + (self._activation() + 1) * width * self.e + 4)
         # What the weights multiply, in fp32. The lean forms of the activation keep its input and the weights alone.
         if moe.weight_placement == "after_w2":
             kept += n * latent * 4

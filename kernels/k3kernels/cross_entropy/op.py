@@ -96,8 +96,8 @@ def cross_entropy(
     """Per-token cross-entropy in nats, over a vocabulary of which this rank holds a shard.
 
     In Triton and in PyTorch the logits are never written in fp32, and kept for the backward, which writes their
-    gradient in their dtype; Triton reads them once. Two reductions over the shards carry three numbers a token. The gradient is
-    of this rank's shard alone and needs no communication.
+    gradient in their dtype; Triton reads them once. Two reductions over the shards carry three numbers a token. The
+    gradient is of this rank's shard alone and needs no communication.
 
     Args:
         logits: [..., v], this shard's.

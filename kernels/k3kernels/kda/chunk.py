@@ -60,6 +60,11 @@ def _running_sum_(x: Tensor, reverse: bool = False) -> Tensor:
     return x
 
 
+def _lower(chunk: int, like: Tensor, diagonal: int = 0) -> Tensor:
+    """Ones under the diagonal and on it, [C, C]: a product with them is several times faster than tril of a batch."""
+    return torch.ones(chunk, chunk, dtype=like.dtype, device=like.device).tril_(diagonal)
+
+
 def _prepare(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, scale: float, shift: float | None
 ) -> tuple[Tensor | None, ...]:
@@ -88,7 +93,7 @@ def _prepare(
         rows *= decay.unsqueeze(1)
         tail = (G[:, -1:] - G).to(g.dtype).exp_()
         unshift = 1.0
-    P = scores[:, 0].tril()
+    P = scores[:, 0] * _lower(chunk, scores)
     # Only the part under the diagonal is read.
     eye = torch.eye(chunk, dtype=q.dtype, device=q.device).expand_as(P)
     inverse = torch.linalg.solve_triangular(scores[:, 1], eye, upper=False, unitriangular=True)
@@ -192,13 +197,14 @@ def _inputs_backward(
     grad_WU = torch.cat([through_state[:, chunk:].neg(), grad_new], dim=-1)
     grad_right = torch.bmm(inverse.transpose(1, 2), grad_WU)
     grad_scores = rows.new_empty(rows.shape[0], 2, chunk, chunk)
-    grad_scores[:, 0] = torch.bmm(grad_o, new.transpose(1, 2)).tril_()
+    before = _lower(chunk, rows, diagonal=-1)
+    through_P = torch.bmm(grad_o, new.transpose(1, 2))
     # No decay lies between a token and itself. Left in, the diagonal would cancel out of the gates' gradient only
     # to rounding, which is much where the decay is strong; so it is taken apart.
-    diagonal = grad_scores[:, 0].diagonal(dim1=1, dim2=2).unsqueeze(-1).clone()
-    grad_scores[:, 0].diagonal(dim1=1, dim2=2).zero_()
+    diagonal = through_P.diagonal(dim1=1, dim2=2).unsqueeze(-1)
+    torch.mul(through_P, before, out=grad_scores[:, 0])
     # From X = (I + N)^-1: dN = -X^T dX X^T, and here dX X^T = d[W|U] [W|U]^T.
-    grad_scores[:, 1] = torch.bmm(grad_right, WU.transpose(1, 2)).neg_().tril_(-1)
+    torch.mul(torch.bmm(grad_right, WU.transpose(1, 2)), -before, out=grad_scores[:, 1])
     grad_rows = torch.stack([through_state[:, :chunk], grad_right[..., :key_dim]], dim=1)
     if shift is None:
         grad_rows *= decay.unsqueeze(1)

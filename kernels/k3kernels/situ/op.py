@@ -1,6 +1,6 @@
-"""Gated activations that keep only their two inputs for the backward pass."""
+"""Gated activations that keep no more for the backward pass than their inputs, or three numbers for two of them."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -33,23 +33,20 @@ def _in_compute_dtype(*tensors: Tensor) -> list[Tensor]:
 
 
 class _Glu(torch.autograd.Function):
-    """The PyTorch form of all of them: keeps gate and up where the projection left them, and the weights.
-
-    Works on tiles of rows whose temporaries stay in a CPU's cache; on other devices on all rows at once.
-    """
+    """The PyTorch form of all of them, by tiles of rows whose temporaries stay in a CPU's cache."""
 
     @staticmethod
     def forward(ctx: FunctionCtx, gate: Tensor, up: Tensor, situ: bool, beta: float, linear_beta: float) -> Tensor:
-        ctx.save_for_backward(gate, up)
         ctx.settings = (situ, beta, linear_beta)
-        return _forward(gate, up, None, *ctx.settings)
+        kept = _room(ctx, gate, situ)
+        ctx.save_for_backward(*((gate, up) if kept is None else (kept,)))
+        return _forward(gate, up, None, kept, *ctx.settings)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: FunctionCtx, grad_out: Tensor) -> tuple[Tensor | None, ...]:
-        gate, up = ctx.saved_tensors
-        grads = tuple(torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (gate, up))
-        _backward((gate, up), None, grad_out, grads, *ctx.settings)
+        grads = grad_out.new_empty(grad_out.shape), grad_out.new_empty(grad_out.shape)
+        _backward(ctx.saved_tensors, None, grad_out, grads, *ctx.settings)
         return *(grad if needed else None for grad, needed in zip(grads, ctx.needs_input_grad)), None, None, None
 
 
@@ -60,17 +57,19 @@ class _FusedGlu(torch.autograd.Function):
     def forward(
         ctx: FunctionCtx, fused: Tensor, weights: Tensor, situ: bool, beta: float, linear_beta: float
     ) -> Tensor:
-        ctx.save_for_backward(fused, weights)
         ctx.settings = (situ, beta, linear_beta)
-        return _forward(*fused.chunk(2, dim=-1), weights, *ctx.settings)
+        halves = fused.chunk(2, dim=-1)
+        kept = _room(ctx, halves[0], situ)
+        ctx.save_for_backward(weights, fused if kept is None else kept)
+        return _forward(*halves, weights, kept, *ctx.settings)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: FunctionCtx, grad_out: Tensor) -> tuple[Tensor | None, ...]:
-        fused, weights = ctx.saved_tensors
-        grad = torch.empty(fused.shape, dtype=fused.dtype, device=fused.device)
-        halves = fused.chunk(2, dim=-1), grad.chunk(2, dim=-1)
-        grad_weights = _backward(halves[0], weights, grad_out, halves[1], *ctx.settings)
+        weights, saved = ctx.saved_tensors
+        grad = grad_out.new_empty(*grad_out.shape[:-1], 2 * grad_out.shape[-1])
+        inputs = saved.chunk(2, dim=-1) if saved.dim() == grad.dim() else (saved,)
+        grad_weights = _backward(inputs, weights, grad_out, grad.chunk(2, dim=-1), *ctx.settings)
         return grad, grad_weights.to(weights.dtype), None, None, None
 
 
@@ -78,81 +77,108 @@ class _FusedGlu(torch.autograd.Function):
 _TILE_ELEMENTS = 1 << 14
 
 
+def _room(ctx: FunctionCtx, gate: Tensor, situ: bool) -> Tensor | None:
+    """Where SiTU's two tanh and sigmoid are kept for the backward, [3, *gate]; None: it keeps its inputs.
+
+    On a CPU a tanh costs as much as fifteen products, so half as many numbers more are kept than the inputs hold; where
+    they would have to be widened it is not done.
+    """
+    if not situ or gate.device.type != "cpu" or gate.dtype not in (torch.float32, torch.float64):
+        return None
+    return gate.new_empty(3, *gate.shape) if any(ctx.needs_input_grad) else None
+
+
 def _tiles(*tensors: Tensor | None) -> Iterator[tuple[Tensor | None, ...]]:
-    """Rows of tensors [..., f] (of weights [...]: the like), tile by tile; all at once where there is no CPU's cache."""
-    gate = tensors[0]
-    width = gate.shape[-1]
-    flat = [None if x is None else (x.flatten(0, gate.dim() - 2) if gate.dim() > 1 else x.unsqueeze(0)) for x in tensors]
-    rows = max(1, _TILE_ELEMENTS // max(width, 1)) if gate.device.type == "cpu" else max(1, len(flat[0]))
-    for start in range(0, len(flat[0]), rows):
+    """Rows of tensors [..., f], and of weights [...], tile by tile; all at once where there is no CPU's cache."""
+    first = tensors[0]
+    last_dim = first.dim() - 2
+    flat = [None if x is None else (x.flatten(0, last_dim) if last_dim >= 0 else x.unsqueeze(0)) for x in tensors]
+    count, width = flat[0].shape
+    rows = max(1, _TILE_ELEMENTS // max(width, 1)) if first.device.type == "cpu" else max(1, count)
+    for start in range(0, count, rows):
         yield tuple(None if x is None else x[start : start + rows] for x in flat)
 
 
 def _forward(
-    gate: Tensor, up: Tensor, weights: Tensor | None, situ: bool, beta: float, linear_beta: float
+    gate: Tensor, up: Tensor, weights: Tensor | None, kept: Tensor | None, situ: bool, beta: float, linear_beta: float
 ) -> Tensor:
     out = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
-    for gate_rows, up_rows, out_rows, weight in _tiles(gate, up, out, weights):
+    room = (None, None, None) if kept is None else kept.unbind(0)
+    for gate_rows, up_rows, out_rows, weight, *into in _tiles(gate, up, out, weights, *room):
         g, u = _in_compute_dtype(gate_rows, up_rows)
-        hidden = _activated(g, u, situ, beta, linear_beta)
+        if situ:
+            hidden = _situ(*_situ_parts(g, u, beta, linear_beta, into), beta, linear_beta)
+        else:
+            hidden = torch.sigmoid(g).mul_(g).mul_(u)
         if weight is not None:
             hidden = hidden.to(gate.dtype).to(hidden.dtype) * weight.unsqueeze(-1)
         out_rows.copy_(hidden)
     return out
 
 
-def _activated(g: Tensor, u: Tensor, situ: bool, beta: float, linear_beta: float) -> Tensor:
-    """In-place steps keep two temporaries alive instead of six."""
-    if not situ:
-        return torch.sigmoid(g).mul_(g).mul_(u)
-    out = torch.div(g, beta).tanh_().mul_(torch.sigmoid(g))
-    return out.mul_(torch.div(u, linear_beta).tanh_()).mul_(beta * linear_beta)
+def _situ_parts(
+    g: Tensor, u: Tensor, beta: float, linear_beta: float, into: Sequence[Tensor | None] = (None, None, None)
+) -> tuple[Tensor, Tensor, Tensor]:
+    """tanh(g / beta), sigmoid(g) and tanh(u / linear_beta), written to ``into`` where it is given."""
+    gate_tanh = torch.div(g, beta, out=into[0]).tanh_()
+    return gate_tanh, torch.sigmoid(g, out=into[1]), torch.div(u, linear_beta, out=into[2]).tanh_()
+
+
+def _situ(gate_tanh: Tensor, gate_sigmoid: Tensor, up_tanh: Tensor, beta: float, linear_beta: float) -> Tensor:
+    return (gate_tanh * gate_sigmoid).mul_(up_tanh).mul_(beta * linear_beta)
 
 
 def _backward(
-    halves: tuple[Tensor, ...],
+    saved: Sequence[Tensor],
     weights: Tensor | None,
     grad_out: Tensor,
-    grads: tuple[Tensor, ...],
+    grads: Sequence[Tensor],
     situ: bool,
     beta: float,
     linear_beta: float,
 ) -> Tensor | None:
-    """Write the gradients of gate and up to ``grads``; returns those of the weights."""
-    gate, up = halves
-    dtype = torch.promote_types(gate.dtype, torch.float32)
-    grad_weights = None if weights is None else torch.empty(weights.shape, dtype=dtype, device=gate.device)
-    slopes = _situ_slopes if situ else _swiglu_slopes
-    for tile in _tiles(gate, up, grad_out, *grads, weights, grad_weights):
-        g, u, grad = _in_compute_dtype(*tile[:3])
-        to_gate, to_up, weight, to_weight = tile[3:]
+    """Write the gradients of gate and up to ``grads``; returns those of the weights.
+
+    ``saved`` holds gate and up, or what `_room` kept.
+    """
+    dtype = torch.promote_types(grad_out.dtype, torch.float32)
+    grad_weights = None if weights is None else torch.empty(weights.shape, dtype=dtype, device=grad_out.device)
+    inputs = saved if len(saved) == 2 else saved[0].unbind(0)
+    for grad_rows, to_gate, to_up, weight, to_weight, *values in _tiles(
+        grad_out, *grads, weights, grad_weights, *inputs
+    ):
+        grad, *values = _in_compute_dtype(grad_rows, *values)
+        if situ:
+            parts = values if len(values) == 3 else _situ_parts(*values, beta, linear_beta)
+            hidden = None if weight is None else _situ(*parts, beta, linear_beta)
+        else:
+            parts = torch.sigmoid(values[0]), *values
+            hidden = None if weight is None else (parts[0] * parts[1]).mul_(parts[2])
         if weight is not None:
-            # As rounded on the way forward; its gradient is rounded where autograd would.
-            hidden = _activated(g, u, situ, beta, linear_beta).to(gate.dtype).to(dtype)
-            torch.sum(hidden.mul_(grad), dim=-1, out=to_weight)
-            grad = (grad * weight.unsqueeze(-1)).to(gate.dtype).to(dtype)
-        for slope, to in zip(slopes(g, u, grad, beta, linear_beta), (to_gate, to_up)):
-            to.copy_(slope)
+            # Rounded where autograd would round.
+            torch.sum(hidden.to(grad_out.dtype).to(dtype).mul_(grad), dim=-1, out=to_weight)
+            grad = (grad * weight.unsqueeze(-1)).to(grad_out.dtype).to(dtype)
+        slopes = _situ_slopes(*parts, grad, beta, linear_beta) if situ else _swiglu_slopes(*parts, grad)
+        to_gate.copy_(slopes[0])
+        to_up.copy_(slopes[1])
     return grad_weights
 
 
-def _situ_slopes(g: Tensor, u: Tensor, grad: Tensor, beta: float, linear_beta: float) -> tuple[Tensor, Tensor]:
-    gate_tanh = torch.div(g, beta).tanh_()
-    gate_sigmoid = torch.sigmoid(g)
-    up_tanh = torch.div(u, linear_beta).tanh_()
+def _situ_slopes(
+    gate_tanh: Tensor, gate_sigmoid: Tensor, up_tanh: Tensor, grad: Tensor, beta: float, linear_beta: float
+) -> tuple[Tensor, Tensor]:
     # d/dg [beta tanh(g/beta) sigmoid(g)] = sigmoid(g) (1 - tanh^2 + beta tanh (1 - sigmoid(g)))
     of_gate = (1 - gate_sigmoid).mul_(gate_tanh).mul_(beta).add_(1).sub_(gate_tanh.square())
     of_gate.mul_(gate_sigmoid).mul_(up_tanh).mul_(grad).mul_(linear_beta)
     # d/du [linear_beta tanh(u/linear_beta)] = 1 - tanh^2
-    of_up = up_tanh.square_().neg_().add_(1)
+    of_up = up_tanh.square().neg_().add_(1)
     return of_gate, of_up.mul_(gate_tanh).mul_(gate_sigmoid).mul_(grad).mul_(beta)
 
 
-def _swiglu_slopes(g: Tensor, u: Tensor, grad: Tensor, beta: float, linear_beta: float) -> tuple[Tensor, Tensor]:
-    gate_sigmoid = torch.sigmoid(g)
+def _swiglu_slopes(gate_sigmoid: Tensor, g: Tensor, u: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
     # d/dg [g sigmoid(g)] = sigmoid(g) (1 + g (1 - sigmoid(g)))
     of_gate = (1 - gate_sigmoid).mul_(g).add_(1).mul_(gate_sigmoid)
-    return of_gate.mul_(u).mul_(grad), gate_sigmoid.mul_(g).mul_(grad)
+    return of_gate.mul_(u).mul_(grad), (gate_sigmoid * g).mul_(grad)
 
 
 class _TritonGlu(torch.autograd.Function):
@@ -208,7 +234,8 @@ def situ_glu(
 
     Kimi K3 report §2.3; used in routed, shared and dense feed-forward layers. The output's magnitude never
     exceeds ``beta * linear_beta`` (100 by default). Computes in fp32 (fp64 for fp64 inputs) and returns the
-    inputs' dtype. Only ``gate`` and ``up`` are kept for the backward, which can't be differentiated again.
+    inputs' dtype. The backward can't be differentiated again; ``gate`` and ``up`` alone are kept for it, except in
+    fp32 on a CPU, where two tanh and a sigmoid are kept in their place.
 
     Args:
         gate: [..., f], any memory layout, floating point.
@@ -265,7 +292,7 @@ def fused_glu(
         backend: as in :func:`situ_glu`.
 
     Returns:
-        [..., f] in the dtype of ``fused``. Only ``fused`` and ``weights`` are kept for the backward.
+        [..., f] in the dtype of ``fused``. What is kept for the backward is that of :func:`situ_glu` and ``weights``.
 
     Raises:
         ValueError: an odd last dim, weights of another shape, an unknown activation, and as :func:`situ_glu`.
