@@ -143,7 +143,7 @@ def _eval_arguments(parser: argparse.ArgumentParser) -> None:
         "--perplexity", action="append", metavar="NAME=FILE", help="perplexity of conversations or texts; several"
     )
     parser.add_argument("--tokenizer", metavar="DIR", help="instead of the one saved with the checkpoint")
-    parser.add_argument("--template", default="k3", metavar="NAME", help="k3, tokenizer, or a Jinja file (default k3)")
+    parser.add_argument("--template", metavar="NAME", help="k3, tokenizer, or a Jinja file (default: as in training)")
     parser.add_argument("--batch-size", type=int, default=32, metavar="N", help="answers at a time (default 32)")
     parser.add_argument("--out", metavar="FILE.json", help="write the results, every answer included")
     parser.add_argument("--wandb", metavar="PROJECT", help="send the results to a W&B run of this project")
@@ -219,7 +219,9 @@ LOADS_MEGATRON = ("k3train.rollout.", "k3train.engine.")  # when imported; the o
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the command line; returns the exit code (2 for input that cannot work, after one sentence on stderr)."""
+    """Run the command line; returns the exit code (2 for input that cannot work, 74 for a full or broken disk, after
+    one sentence on stderr).
+    """
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # a terminal of another encoding, a path that is no UTF-8
     code = _main(sys.argv[1:] if argv is None else argv)
@@ -235,7 +237,7 @@ def _main(argv: list[str]) -> int:
             print(f"k3train: {error}", file=sys.stderr)
         else:
             time.sleep(SECONDS_FOR_FIRST_RANK)
-        return 2
+        return error.exit_code
     except KeyboardInterrupt:
         return 130
 
@@ -365,4 +367,4 @@ def _train(config: RecipeConfig, argv: list[str], here: Place | None) -> int:
             raise
         # Unlike a recipe, data may be wrong on one rank only: that one has to say so.
         rank_logs.tell(f"k3train: rank {here.rank if here else 0}: {error}")
-        return 2
+        return error.exit_code

@@ -1,4 +1,4 @@
-"""The one exception a user is meant to see."""
+"""The exceptions a user is meant to see."""
 
 
 class UserError(Exception):
@@ -7,3 +7,11 @@ class UserError(Exception):
     The message names the key or file, the value found, what is allowed and the cure. The command line prints it
     without a traceback and exits with code 2.
     """
+
+    exit_code = 2
+
+
+class StorageError(UserError):
+    """A disk that is full, over quota, broken or gone. Nothing is wrong with the command: another start may do."""
+
+    exit_code = 74  # EX_IOERR of sysexits(3); a Slurm job is requeued, as after any failure but 2

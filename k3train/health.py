@@ -45,6 +45,13 @@ class Report:
     node: str
     troubles: list[str] = field(default_factory=list)
     facts: list[str] = field(default_factory=list)
+    shared: list[str] = field(default_factory=list)  # those of the troubles that lie in what all nodes share
+
+    def trouble(self, text: str, shared: bool = False) -> None:
+        """Add one."""
+        self.troubles.append(text)
+        if shared:
+            self.shared.append(text)
 
     def write(self, folder: Path) -> None:
         """Put it where the other nodes and the batch script see it."""
@@ -62,8 +69,8 @@ def this_node() -> str:
     return os.environ.get("SLURMD_NODENAME") or os.uname().nodename
 
 
-def check_disk(folders: list[Path], min_free_gb: float, report: Report) -> None:
-    """Each folder can be written and has room."""
+def check_disk(folders: list[Path], min_free_gb: float, report: Report, shared: Path | None = None) -> None:
+    """Each folder can be written and has room; `shared` is one that is the same on all nodes."""
     for folder in folders:
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -73,11 +80,13 @@ def check_disk(folders: list[Path], min_free_gb: float, report: Report) -> None:
                 os.fsync(probe.fileno())
             free = shutil.disk_usage(folder).free / 1e9
         except OSError as error:
-            report.troubles.append(f"{folder} cannot be written ({error.strerror})")
+            report.trouble(f"{folder} cannot be written ({error.strerror})", folder == shared)
             continue
         report.facts.append(f"{free:.0f} GB free in {folder}")
         if free < min_free_gb:
-            report.troubles.append(f"{folder} has {free:.1f} GB free, fewer than --min-free-gb {min_free_gb:g}")
+            report.trouble(
+                f"{folder} has {free:.1f} GB free, fewer than --min-free-gb {min_free_gb:g}", folder == shared
+            )
 
 
 def check_devices(config: RecipeConfig, ranks: int, report: Report) -> str:
@@ -86,21 +95,22 @@ def check_devices(config: RecipeConfig, ranks: int, report: Report) -> str:
 
     kind = "cpu" if config.run.device == "cpu" or not torch.cuda.is_available() else "cuda"
     if config.run.device == "cuda" and kind == "cpu":
-        report.troubles.append("run.device=cuda, but torch sees no CUDA device")
+        # A build of torch without CUDA is no node's fault.
+        report.trouble("run.device=cuda, but torch sees no CUDA device", shared=torch.version.cuda is None)
         return "cpu"
     devices = [torch.device("cpu")]
     if kind == "cuda":
         devices = [torch.device("cuda", number) for number in range(torch.cuda.device_count())]
         if len(devices) < ranks:
-            report.troubles.append(f"{ranks} ranks, but torch sees {len(devices)} CUDA devices")
+            report.trouble(f"{ranks} ranks, but torch sees {len(devices)} CUDA devices")
     for device in devices:
         try:
             # Small whole numbers: exact in every precision that a device may compute in.
             left = (torch.arange(256 * 256, device=device).reshape(256, 256) % 3).float()
             if not torch.equal((left @ left).cpu(), left.cpu() @ left.cpu()):
-                report.troubles.append(f"{device} multiplies matrices wrongly")
+                report.trouble(f"{device} multiplies matrices wrongly")
         except RuntimeError as error:
-            report.troubles.append(f"{device} does not compute ({str(error).splitlines()[0]})")
+            report.trouble(f"{device} does not compute ({str(error).splitlines()[0]})")
     report.facts.append(f"{len(devices)} {kind} device{'s'[: len(devices) > 1]}")
     return kind
 
@@ -117,12 +127,13 @@ def check_command(command: str, seconds: float, report: Report) -> None:
             code = process.wait(seconds)
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, signal.SIGKILL)  # with what it started
-            report.troubles.append(f"K3_HEALTH_COMMAND did not end in {seconds:.0f} s")
+            report.trouble(f"K3_HEALTH_COMMAND did not end in {seconds:.0f} s")
             return
         output.seek(0)
         said = output.read().decode(errors="replace").strip().splitlines()[-1:]
     if code:
-        report.troubles.append(f"K3_HEALTH_COMMAND ended with {code}" + "".join(f": {line}" for line in said))
+        missing = code in (126, 127)  # bash: not a program, or not found
+        report.trouble(f"K3_HEALTH_COMMAND ended with {code}" + "".join(f": {line}" for line in said), shared=missing)
 
 
 def off_clocks(clocks: list[float], most: float) -> dict[int, float]:
@@ -289,7 +300,7 @@ def _check(options: argparse.Namespace) -> int:
     report = Report(this_node())
     run_dir = Path(config.run.dir)
     folders = [run_dir if run_dir.exists() else run_dir.absolute().parent, Path(tempfile.gettempdir())]
-    check_disk(folders, options.min_free_gb, report)
+    check_disk(folders, options.min_free_gb, report, shared=folders[0])
     check_command(options.command, options.seconds / 3, report)
     kind = check_devices(config, options.ranks, report)
     report.write(options.dir)
@@ -325,18 +336,26 @@ def _bounded(seconds: float) -> Iterator[None]:
 
 
 def verdict(folder: Path, nodes: list[str]) -> list[str]:
-    """The bad nodes among those that the job has, from what the check left in `folder`."""
+    """The bad nodes among those that the job has, from what the check left in `folder`.
+
+    None where it is rather something that they share: every requeue would take other nodes, for nothing.
+    """
     found: dict[str, str] = {}
     if (folder / BAD_FILE).exists():
         found = json.loads((folder / BAD_FILE).read_text(encoding="utf-8"))
+    files = {node: folder / f"{node}.json" for node in nodes}
+    reports = {n: Report(**json.loads(f.read_text(encoding="utf-8"))) for n, f in files.items() if f.exists()}
+    everywhere = len(reports) == len(nodes) and all(report.shared for report in reports.values())
     for node in nodes:
-        file = folder / f"{node}.json"
-        if not file.exists():
+        if node not in reports:
             found.setdefault(node, SILENT)
-        elif json.loads(file.read_text(encoding="utf-8"))["troubles"]:
+        elif len(reports[node].troubles) > (len(reports[node].shared) if everywhere else 0):
             found.setdefault(node, "its own report")
-    if not any((folder / f"{node}.json").exists() for node in nodes):
-        return []  # it is not the nodes
+    if not reports:
+        return []
+    if len(nodes) > 1 and all(found.get(node) == "its own report" for node in nodes):
+        print("k3train health: every node is bad: it is rather something they share", file=sys.stderr, flush=True)
+        return []
     for node in sorted(found):
         if found[node] == SILENT:
             print(f"k3train health: node {node} is bad: {SILENT}", file=sys.stderr, flush=True)

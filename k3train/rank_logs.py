@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import MutableMapping
+from contextlib import suppress
 from pathlib import Path
 
 from k3train.errors import UserError
@@ -39,7 +40,9 @@ def keep(rank: int, log_dir: Path, environ: MutableMapping[str, str] = os.enviro
 
 
 def tell(text: str) -> None:
-    """Print a line to standard error, and to the job's log where that is another file."""
-    print(text, file=sys.stderr, flush=True)
+    """Print a line to standard error, and to the job's log where that is another file. A full disk is no error here."""
+    with suppress(OSError):
+        print(text, file=sys.stderr, flush=True)
     if _job_log is not None:
-        os.write(_job_log, f"{text}\n".encode())
+        with suppress(OSError):
+            os.write(_job_log, f"{text}\n".encode())

@@ -16,7 +16,8 @@
 #   K3_HEALTH_COMMAND  one more check, a command line for bash on each node; what fails it is not trained on
 #   K3_HEALTH_SECONDS  the longest the check may take; 300
 #   K3_MAX_REQUEUES    how often a job may start anew; 1000
-#   K3_MAX_FAILURES    failures in a row after which a job no longer requeues itself; 3, 0: none is forgiven
+#   K3_MAX_FAILURES    failures in a row, without a newer checkpoint or a stop between, after which a job no longer
+#                      requeues itself; 3, 0: none is forgiven
 #   K3_NOTES           a folder that all nodes share, for what they tell each other; $K3_ROOT/.k3train-jobs
 #   K3_EXIT_WAIT       seconds the other ranks have once one has ended; 180
 #   K3_MASTER_ADDR     where the ranks meet; the first node's name, or its NodeAddr where the name does not resolve
@@ -174,12 +175,14 @@ k3_health() {
     k3_end 1
 }
 
-# A start that failed: requeue the job unless it fails again and again.
+# A start that failed: requeue the job unless it fails again and again without getting further.
 k3_failed() { # CODE
-    local failures=0
-    [ -f "$k3_note_dir/failures" ] && failures=$(<"$k3_note_dir/failures")
+    local failures=0 before=0 reached=0
+    [ -f "$k3_note_dir/failures" ] && read -r failures before <"$k3_note_dir/failures"
+    [ -f "$k3_note_dir/checkpoint" ] && reached=$(<"$k3_note_dir/checkpoint") # its step; train/notes.py
+    [ "${reached:-0}" -le "${before:-0}" ] || failures=0
     failures=$((failures + 1))
-    mkdir -p "$k3_note_dir" && echo "$failures" >"$k3_note_dir/failures"
+    mkdir -p "$k3_note_dir" && echo "$failures ${reached:-0}" >"$k3_note_dir/failures"
     if [ "$failures" -le "${K3_MAX_FAILURES:-3}" ]; then
         k3_requeue "failed with exit code $1, failure $failures in a row (K3_MAX_FAILURES=${K3_MAX_FAILURES:-3} are forgiven)"
     else
@@ -217,7 +220,7 @@ k3_run() { # DEFAULT_RECIPE KEY=VALUE...
     k3_health
     mkdir -p "$k3_note_dir" || k3_fail "$k3_note_dir cannot be made; set K3_NOTES to a folder that all nodes can write."
     rm -f "$note"
-    export K3TRAIN_EXIT_NOTE=$note K3TRAIN_RANK_LOGS=1
+    export K3TRAIN_EXIT_NOTE=$note K3TRAIN_CHECKPOINT_NOTE=$k3_note_dir/checkpoint K3TRAIN_RANK_LOGS=1
     # A start that ended a moment ago on a node that failed may still hold the run directory's lock.
     if [ "${SLURM_RESTART_COUNT:-0}" -gt 0 ]; then export K3TRAIN_LOCK_WAIT=${K3TRAIN_LOCK_WAIT:-180}; fi
     k3_code=0

@@ -18,6 +18,8 @@ ORDER = ("unit", "kernels", "parity", "recipes", "slurm", "distributed")
 
 # Before any test module imports a library that reads them; ranks and programs that tests start inherit them.
 os.environ["HF_HUB_OFFLINE"] = "1"
+# One thread each: the workers share the cores, and an OpenMP thread that waits for one without a core spins.
+os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["WANDB_MODE"] = "offline" if os.environ.get("WANDB_MODE") == "offline" else "disabled"
 for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
     os.environ.pop(name, None)

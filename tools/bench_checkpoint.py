@@ -70,7 +70,7 @@ class Bench:
         from k3train.optim.build import allocate_state, build_optimizer, build_schedule, wrap_data_parallel
 
         self.torch, self.folder = torch, folder
-        self.config = load_recipe(["recipe=pretrain/k3-tiny", "parallel=single", *overrides])
+        self.config = load_recipe(["recipe=pretrain/k3-tiny", "parallel=single", "optim=adamw-tiny", *overrides])
         here = platform.start("cpu", 1)
         start_model_parallel(self.config.parallel)
         chunks, built = build_chunks(self.config, here.device)

@@ -46,6 +46,7 @@ def train(rule: str, out: Path, data: str, steps: int) -> None:
     defaults = MoEConfig()
     values = {"spacing": defaults.quantile_spacing, "estimator": defaults.quantile_estimator}
     command = [sys.executable, "-m", "k3train", "recipe=pretrain/k3-tiny", "parallel=single", "telemetry=quiet"]
+    command += ["optim=adamw-tiny"]  # with which docs/balancing.md was measured
     command += [f"model.moe.{key.format(**values)}" for key in RULES[rule]]
     command += [
         f"data.tokenizer={data}/tokenizer.json",

@@ -58,7 +58,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--data", type=Path, default=Path("data/demo"), help="corpus of tools/prepare_demo.py")
     parser.add_argument("--out", type=Path, default=Path("runs/quantization"))
     parser.add_argument("--steps", type=int, default=40, help="of each run")
-    parser.add_argument("--lr", type=float, default=1e-3, help="constant; half of the highest rate of pretrain/k3-tiny")
+    parser.add_argument("--lr", type=float, default=1e-3, help="constant; half of adamw-tiny's highest rate")
     parser.add_argument("overrides", nargs="*", help="more overrides for both runs, such as train.global_batch_size=8")
     return parser.parse_args()
 
@@ -69,6 +69,7 @@ def train(options: argparse.Namespace, here: Platform, name: str) -> Path:
     overrides = [
         "recipe=pretrain/k3-tiny",
         "parallel=single",
+        "optim=adamw-tiny",
         f"run.name={name}",
         f"run.dir={run_dir}",
         f"checkpoint.load={options.start}",

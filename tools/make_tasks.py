@@ -1,8 +1,8 @@
 """Make tasks with checkable answers, and conversations to learn them from: `python tools/make_tasks.py --out DIR`.
 
-Writes train.jsonl (conversations of several questions, for SFT), valid.jsonl (the same from held-out questions, for the
-loss), tasks-train.jsonl (single tasks from the training questions, for reinforcement learning) and tasks-held-out.jsonl
-(for k3train eval). No held-out question is in the training files, whatever the seed.
+Writes train.jsonl (conversations, for SFT), valid.jsonl (the same from held-out questions, for the loss),
+tasks-train.jsonl (single tasks for reinforcement learning) and tasks-held-out.jsonl (for k3train eval). The questions
+of train.jsonl, of tasks-train.jsonl and of the held-out files never meet, whatever the seed.
 """
 
 import argparse
@@ -21,7 +21,7 @@ def main() -> int:
     parser.add_argument("--conversations", type=int, default=8000, help="in train.jsonl (%(default)s)")
     parser.add_argument("--turns", type=int, default=1, help="questions of a conversation (%(default)s)")
     parser.add_argument("--tasks", type=int, default=1800, help="in tasks-train.jsonl (%(default)s)")
-    parser.add_argument("--held-out", type=int, default=180, help="in tasks-held-out.jsonl (%(default)s)")
+    parser.add_argument("--held-out", type=int, default=360, help="in tasks-held-out.jsonl (%(default)s)")
     parser.add_argument("--families", default=",".join(FAMILIES), help="which ones (%(default)s)")
     parser.add_argument("--level", type=int, choices=LEVELS, default=0, help="of difficulty (%(default)s)")
     parser.add_argument("--seed", type=int, default=0)
@@ -34,12 +34,12 @@ def main() -> int:
         print(f"make_tasks: {told or f'--{small[0]} is below 1'}", file=sys.stderr)
         return 2
     files = {
-        "train.jsonl": draw_sessions(args.conversations, args.turns, args.seed, families, False, args.level),
+        "train.jsonl": draw_sessions(args.conversations, args.turns, args.seed, families, "sft", args.level),
         "valid.jsonl": draw_sessions(
-            max(1, args.conversations // 50), args.turns, args.seed, families, True, args.level
+            max(1, args.conversations // 50), args.turns, args.seed, families, "held_out", args.level
         ),
-        "tasks-train.jsonl": draw_tasks(args.tasks, False, args.seed, families, args.level),
-        "tasks-held-out.jsonl": draw_tasks(args.held_out, True, args.seed, families, args.level),
+        "tasks-train.jsonl": draw_tasks(args.tasks, "rl", args.seed, families, args.level),
+        "tasks-held-out.jsonl": draw_tasks(args.held_out, "held_out", args.seed, families, args.level),
     }
     out = Path(args.out)
     try:

@@ -23,6 +23,7 @@ MARKER = "checkpoint.json"
 TOKENIZER = "tokenizer"
 STAGE = "stage.json"  # what the stage goes on from, where it has a state
 GENERATION_CONFIG = "generation_config.json"
+CHAT_TEMPLATE = "chat_template.jinja"  # a folder may have it in tokenizer_config.json instead
 FORMAT_VERSION = 1
 _NAME = re.compile(r"step_(\d{8,})")
 _UNFINISHED = ("partial", "replaced", "removed")
@@ -91,11 +92,11 @@ def finish(folder: Path, marker: dict[str, Any]) -> None:
 
 
 def copy_tokenizer(source: Path, target: Path) -> None:
-    """Copy the files of a tokenizer (its directory, or the tokenizer.json in it) to the folder `target`, and the
-    generation_config.json beside them, which may name more tokens that end a text."""
+    """Copy the files of a tokenizer (its directory, or the tokenizer.json in it) to the folder `target`: its chat
+    template too, and the generation_config.json beside them, which may name more tokens that end a text."""
     folder = source if source.is_dir() else source.parent
     target.mkdir(parents=True, exist_ok=True)
-    for name in ("tokenizer.json", "tokenizer_config.json", GENERATION_CONFIG):
+    for name in ("tokenizer.json", "tokenizer_config.json", CHAT_TEMPLATE, GENERATION_CONFIG):
         if (folder / name).is_file():
             shutil.copyfile(folder / name, target / name)
 

@@ -28,9 +28,10 @@ from k3train.checkpoint.replay import Replay, Strategy, UnlikeError
 from k3train.checkpoint.state import TrainState
 from k3train.checkpoint.writing import Work, Writing, live_storages, new_attempt, own_copies
 from k3train.config.schema import CheckpointConfig
-from k3train.errors import UserError
+from k3train.errors import StorageError, UserError
 
-Tell = Callable[..., None]  # (text, level, **fields)
+COMMIT_SECONDS = 1.0  # that async_busy=skip waits for a checkpoint which lacks nothing but its commit
+Tell = Callable[..., None]  # (text, level, **fields); levels are those of Telemetry.event
 
 
 @dataclass
@@ -87,6 +88,7 @@ class Saver:
         self.root, self.config, self.belongings, self.tell = root, config, belongings, tell
         self.models, self.optimizer, self.schedule = models, optimizer, schedule
         self.last_committed = last_committed
+        self.before_commit: Callable[[], None] = lambda: None  # on rank 0, maybe in a thread
         self._pending: _Pending | None = None
         # Remembers the plan: what a run holds does not change while it lasts.
         self._strategy = Strategy(cached_metadata=True)
@@ -112,7 +114,7 @@ class Saver:
         A failure is told and training goes on, to try again at the next checkpoint.
 
         Raises:
-            UserError: the last checkpoint of the run cannot be written; older ones are left as they were.
+            StorageError: the last checkpoint of the run cannot be written; older ones are left as they were.
         """
         if self._pending and self._pending.step != state.step and not self._make_room(state.step, last):
             return
@@ -165,6 +167,9 @@ class Saver:
         earlier = self._pending.step
         if not last and self.config.async_busy == "skip":
             self.poll()
+            if self._pending is not None and self._pending.committing is not None:
+                self._pending.committing.wait(COMMIT_SECONDS)  # all have written: rank 0 marks and names it, and prunes
+                self.poll()
             if self._pending is not None:
                 self.tell(
                     f"the checkpoint of step {step} is skipped: that of step {earlier} is still being written "
@@ -300,6 +305,7 @@ class Saver:
                 directory.copy_tokenizer(self.belongings.tokenizer, partial / directory.TOKENIZER)
             if pending.stage is not None:
                 (partial / directory.STAGE).write_text(pending.stage, encoding="utf-8")
+            self.before_commit()
             directory.commit(self.root, pending.step, pending.marker, pending.attempt, known)
             keep = retention.Retention(self.config.keep_last, self.config.keep_every, self.config.milestones)
             try:
@@ -337,9 +343,9 @@ class Saver:
             return
         if partial is not None and dist.get_rank() == 0:
             shutil.rmtree(partial, ignore_errors=True)
-        raise UserError(f"{what} ({failure}); free space or rights there, or choose another run.dir")
+        raise StorageError(f"{what} ({failure}); free space or rights there, or choose another run.dir")
 
     def _failed(self, error: UserError, last: bool) -> None:
         if last:
             raise error
-        self.tell(f"{error}; training goes on and tries again at the next checkpoint", "warning")
+        self.tell(f"{error}; training goes on and tries again at the next checkpoint", "alert")

@@ -25,7 +25,7 @@ class QuantConfig:
     input_scale: str = "round_up"  # the same; Transformer Engine has round_up alone
     # Stages that train without it although it is enabled. K3: pretraining; SFT, RL and draft training all have it.
     skip_stages: list[str] = field(default_factory=lambda: ["pretrain"])
-    # auto (triton on CUDA, else torch) | torch | triton | te (inputs by Transformer Engine's MXFP8 kernels; CUDA)
+    # auto (triton on CUDA, else torch) | torch | triton | te (inputs by Transformer Engine's MXFP8 kernels; Blackwell)
     backend: str = "auto"
 
     def applies_to(self, stage: str) -> bool:

@@ -143,6 +143,9 @@ class RLConfig:
     teachers_in_memory: int = 1
     families: list[str] = field(default_factory=list)  # only tasks of these; empty: all
     efforts: list[str] = field(default_factory=list)  # only tasks of these efforts; empty: all
+    # Whether prompts state a task's effort. An expert of one effort that is to teach without the message (report, Eq.
+    # 15) is trained without it.
+    show_effort: bool = True
     eval_tasks: str | None = None  # held-out tasks, for the single environment
     eval_limit: int = 64  # how many of them
     eval_temperature: float = 0.0

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from k3train.config.lora import TARGETS
-from k3train.config.rules import check_range, refuse
+from k3train.config.rules import as_override, check_range, refuse, value_at
 from k3train.config.schema import RecipeConfig
+from k3train.errors import UserError
 
 
 def check_lora(config: RecipeConfig) -> None:
@@ -46,18 +47,26 @@ def _check_targets(config: RecipeConfig) -> None:
 
 
 def _check_nothing_else_trains(config: RecipeConfig) -> None:
+    """All that stands in the way is told at once."""
     why = "would change the model that lora.enabled=true freezes"
-    if config.optim.name == "muon":
-        raise refuse(
-            config,
-            "optim.name",
-            "has rules for the parameters that lora.enabled=true freezes",
-            "adamw",
-            "optim=adamw",
-        )
-    if config.model.mtp.num_layers:
-        raise refuse(config, "model.mtp.num_layers", why, "0", "model.mtp.num_layers=0")
-    if config.optim.qk_clip.enabled:
-        raise refuse(config, "optim.qk_clip.enabled", why, "false", "optim.qk_clip.enabled=false")
-    if config.stage.update_router_bias:
-        raise refuse(config, "stage.update_router_bias", why, "null, false", "stage.update_router_bias=false")
+    has_muon = config.optim.name == "muon"
+    rules = "has rules for the parameters that lora.enabled=true freezes"
+    clips = config.optim.qk_clip.enabled and not has_muon  # with Muon's recipe its clipping goes too
+    cases = [
+        (has_muon, "optim.name", rules, "adamw", "optim=adamw"),
+        (config.model.mtp.num_layers, "model.mtp.num_layers", why, "0", "model.mtp.num_layers=0"),
+        (clips, "optim.qk_clip.enabled", why, "false", "optim.qk_clip.enabled=false"),
+        (
+            config.stage.update_router_bias,
+            "stage.update_router_bias",
+            why,
+            "null, false",
+            "stage.update_router_bias=false",
+        ),
+    ]
+    found = [case[1:] for case in cases if case[0]]
+    if len(found) == 1:
+        raise refuse(config, *found[0])
+    if found:
+        told = ", and ".join(f"{key}={as_override(value_at(config, key))} {text}" for key, text, _, _ in found)
+        raise UserError(f"{told}; try {' '.join(cure for _, _, _, cure in found)}")

@@ -72,6 +72,8 @@ def check_run(config: RecipeConfig) -> None:
 
 
 def _check_milestones(config: RecipeConfig) -> None:
+    if config.stage.name in ("sft", "distill") and config.sft.epochs is not None:
+        return  # how many steps these take is known once the conversations are read
     steps = config.train.steps
     for step in config.checkpoint.milestones:
         if not 1 <= step <= steps:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from k3train.config.rules import check_choice, refuse
+from k3train.config.rules import check_choice, check_range, refuse
 from k3train.config.schema import RecipeConfig
 from k3train.errors import UserError
 
@@ -32,6 +32,8 @@ def check_sft(config: RecipeConfig) -> None:
             raise UserError(f"sft.{key} has an empty name; allowed: files or folders of conversations; try {example}")
     check_choice(config, "sft.batching", BATCHING)
     check_choice(config, "sft.too_long", TOO_LONG)
+    if sft.epochs is not None:
+        check_range(config, "sft.epochs", 1, above=0)
     if sft.effort is not None:
         check_choice(config, "sft.effort", EFFORTS)
     if sft.template not in NAMED_TEMPLATES and not Path(sft.template).is_file():

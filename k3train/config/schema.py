@@ -157,7 +157,7 @@ class CheckpointConfig:
     milestones: list[int] = field(default_factory=list)  # steps that are saved, and never pruned
     async_save: bool = False  # training goes on while a checkpoint is written, from a copy in memory
     async_busy: str = "wait"  # a save while another is being written: wait (for it) | skip (this one, with a word)
-    verify: bool = False  # hash every file of the checkpoint to continue from; sizes are always checked
+    verify: bool = True  # hash every file of the checkpoint to continue from; sizes are always checked
     resume: str = "auto"  # auto: continue this run directory's newest checkpoint | never
     load: str | None = None  # start from the weights of this checkpoint (a fresh run)
 

@@ -15,6 +15,8 @@ class SftConfig:
     split: str | None = None  # which split of a saved DatasetDict
     # k3 | tokenizer (the chat_template beside data.tokenizer) | the path of a Jinja file
     template: str = "k3"
+    # Passes over sft.train: the run takes as many steps as they need, and train.steps does not count. null: train.steps
+    epochs: float | None = None
     effort: str | None = None  # thinking effort of conversations that state none: low | high | max; null: left unsaid
     # packed (several conversations a row, which never see each other) | grouped (one a row, rows of like length
     # together, padded to the longest of the step)

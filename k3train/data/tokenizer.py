@@ -179,7 +179,7 @@ class Tokenizer:
 
     @cached_property
     def _token_bytes(self) -> list[bytes]:
-        char_to_byte = _byte_of_character()
+        char_to_byte = byte_of_character()
         added = {index: token.content for index, token in self._fast.get_added_tokens_decoder().items()}
         vocab = {index: token for token, index in self._fast.get_vocab(with_added_tokens=True).items()}
         table = [b""] * (max(vocab) + 1)  # an id that no token uses stands for no bytes
@@ -304,7 +304,7 @@ def _read_json(file: Path) -> dict:
     return content
 
 
-def _byte_of_character() -> dict[str, int]:
+def byte_of_character() -> dict[str, int]:
     """The printable character that byte-level BPE writes for each byte, inverted.
 
     Printable Latin-1 bytes stand for themselves; the others take the code points from 256 on, in order.

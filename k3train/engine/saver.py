@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
 
-from k3train.checkpoint import engines, manifest, rng
+from k3train.checkpoint import directory, engines, manifest, rng
 from k3train.checkpoint.saver import Saver
 from k3train.checkpoint.state import TrainState
 from k3train.checkpoint.whole import FOLDER, Tensors, file_name, generators_name
@@ -59,5 +59,8 @@ class WholeWriting(Writing):
         save_file(self._tensors, folder / files[0])
         torch.save(self._generators, folder / files[1])
         self._tensors = {}
+        # By the rank that wrote them: on a network file system rank 0 cannot flush what another node still holds.
+        for path in (*(folder / name for name in files), folder):
+            directory.sync(path)
         for name in files:
             self.hashes[f"{FOLDER}/{name}"] = manifest.describe(folder / name)

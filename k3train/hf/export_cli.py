@@ -78,6 +78,14 @@ def _export_adapter(config: RecipeConfig, checkpoint: Path, out: Path, tensors: 
     return 0
 
 
+def _has_imported_experts(config: RecipeConfig, checkpoint: Path, source: Any) -> bool:
+    """Whether experts' values are an import's: of the import itself, and under adapters, which leave them alone."""
+    if source is None:
+        return False
+    adapted = config.lora.enabled and source.packed and config.checkpoint.load is not None
+    return source.checkpoint == (Path(config.checkpoint.load) if adapted else checkpoint)
+
+
 def _tell_start(config: RecipeConfig, checkpoint: Path, source: Any, tensors: Any, job: Any) -> None:
     if source is None:
         print(f"{checkpoint} was not imported: names, dtypes and config.json are the released ones")
@@ -85,9 +93,15 @@ def _tell_start(config: RecipeConfig, checkpoint: Path, source: Any, tensors: An
         print(f"files, dtypes and scales are those of {source.checkpoint}, which the run started from")
     else:
         print(f"{checkpoint} was imported: files, dtypes and scales are those it came with")
-    if quant := policy_in_force(config.quant, config.stage.name):
+    packed = any(name.endswith("weight_packed") for file in job.files for name, _, _ in file.tensors)
+    quant = policy_in_force(config.quant, config.stage.name)
+    if packed and not quant and not _has_imported_experts(config, checkpoint, source):
+        print(
+            "warning: experts' weights are rounded to MXFP4 for the first time here, for the run trained without"
+            " quantization: what ships is not what was trained; train with quant.enabled=true, or export --experts bf16"
+        )
+    if quant:
         print(f"trained with {quant.describe()}, which config.json says under {KEY}")
-        packed = any(name.endswith("weight_packed") for file in job.files for name, _, _ in file.tensors)
         if packed != (quant.weights == "mxfp4") or (packed and not quant.is_published_format):
             stored = "MXFP4" if packed else "unrounded"
             print(f"warning: all experts' weights are stored {stored}, which is not what the training's products saw")

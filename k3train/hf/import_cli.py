@@ -85,7 +85,8 @@ def run(args: argparse.Namespace) -> int:
         )
     run_import(Path(args.hf), out, config, source)
     if here.rank == 0:
-        tokenizer = "" if (out / "tokenizer").is_dir() else " (no tokenizer.json: generation needs one beside it)"
+        lacking = " (no tokenizer.json, which texts need; tools/tiktoken_to_json.py makes it of tiktoken.model)"
+        tokenizer = "" if (out / "tokenizer").is_dir() else lacking
         print(f"imported to {out}{tokenizer}\nto train on it: --config-dir {out}/recipes model=imported", end=" ")
         print(f"checkpoint.load={out}")
     return 0

@@ -13,6 +13,9 @@ from torch.autograd.function import FunctionCtx, once_differentiable
 
 from k3train.config.quant import FORMATS, QuantConfig
 from k3train.config.rules_quant import resolve_quant_backend
+from k3train.errors import UserError
+
+_TE_CAPABILITY = (10, 0)  # below it Transformer Engine's cast ends in "Not implemented scaling mode"
 
 
 class _StraightThrough(torch.autograd.Function):
@@ -35,9 +38,15 @@ class FakeQuant:
     """
 
     def __init__(self, quant: QuantConfig, device_kind: str) -> None:
-        """`device_kind`: cpu or cuda. UserError where `quant.backend` cannot run on it."""
+        """`device_kind`: cpu or cuda. UserError where `quant.backend` cannot run on it, or on this very GPU."""
         self.quant = quant
         self.backend = resolve_quant_backend(quant.backend, device_kind)
+        if self.backend == "te" and (found := torch.cuda.get_device_capability()) < _TE_CAPABILITY:
+            raise UserError(
+                "quant.backend=te needs a GPU of compute capability 10.0 (Blackwell) or later, as Transformer Engine's"
+                f" MXFP8 kernels do, and this one has {'.'.join(map(str, found))}; allowed here: auto, torch, triton;"
+                " try quant.backend=auto"
+            )
         self.times_rounded = 0  # weights, over the life of this object
         self.keeps = True  # rounded weights between two uses; not where the weights themselves are gone in between
         self._codec = "triton" if self.backend == "te" else self.backend

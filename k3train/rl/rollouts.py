@@ -17,6 +17,7 @@ from dataclasses import replace
 from typing import Any
 
 from k3train.config.rl import RLConfig
+from k3train.data.chat.messages import Conversation
 from k3train.data.chat.parse import Completion
 from k3train.errors import UserError
 from k3train.rl.chat import ChatFormat
@@ -135,6 +136,10 @@ class Rollouts:
         thinking = self.sources[group.environment].tasks[group.task].conversation.thinking
         return [self.chat.answer(sample.tokens[start:stop], thinking) for start, stop in sample.turns]
 
+    def prompt(self, conversation: Conversation) -> tuple[int, ...]:
+        """What the policy reads of a task."""
+        return self.chat.prompt(conversation, self.config.show_effort)
+
     def _fill(self, version: int) -> None:
         rollout = self.config.rollout
         unfinished = sum(s.finish is None for g in self.groups for s in g.samples)
@@ -151,7 +156,7 @@ class Rollouts:
         self._positions[number] += 1
         epoch, place = divmod(position, len(source.tasks))
         task = _order(f"tasks {self.seed} {number} {epoch}", len(source.tasks))[place]
-        prompt = list(self.chat.prompt(source.environment.conversation(source.tasks[task])))
+        prompt = list(self.prompt(source.environment.conversation(source.tasks[task])))
         if len(prompt) >= self.max_context:
             raise UserError(
                 f"rl.environments.{number}: the prompt of task {source.tasks[task].id} has {len(prompt)} tokens, which"

@@ -111,5 +111,6 @@ def fingerprint(config: RLConfig, sources: list[Source], tokenizer: Tokenizer) -
             [(task.id, task.family, task.answer, task.check, repr(task.conversation.messages)) for task in s.tasks]
             for s in sources
         ],
+        *([] if config.show_effort else ["efforts are not shown"]),
     ]
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()

@@ -16,6 +16,8 @@ from typing import Any
 
 import torch.distributed as dist
 
+from k3train.config.quant import policy_in_force
+from k3train.config.rules_sft import NAMED_TEMPLATES
 from k3train.config.sft import SftConfig
 from k3train.data.chat.encoder import make_encoder
 from k3train.data.chat.messages import conversation_of
@@ -39,9 +41,9 @@ def run(args: argparse.Namespace) -> int:
     out = _writable(args.out)
     tasks = _tasks(args)
     tokenizer, ends, path = _tokenizer(args)
-    encoder = make_encoder(SftConfig(template=args.template), tokenizer, path)
+    encoder = make_encoder(SftConfig(template=_template(args)), tokenizer, path)
     domains = {name: list(_rows(file, encoder)) for name, file in _domains(args.perplexity)}
-    restored = restore(args.checkpoint, layout=args.layout, command="eval", kernels=args.kernels)
+    restored = restore(args.checkpoint, layout=args.layout, command="eval", kernels=args.kernels, quant=args.quant)
     if tokenizer.vocab_size > restored.model.vocab_size:
         raise UserError(
             f"The tokenizer {path} has {tokenizer.vocab_size} tokens and {restored.path} rows for"
@@ -72,6 +74,8 @@ def _evaluate(
     model, device = restored.model, restored.device
     results: dict[str, Any] = {"checkpoint": str(restored.path), "tasks_file": args.tasks, "sampling": vars(sampling)}
     results["samples"] = args.n
+    quant = policy_in_force(restored.config.quant, restored.config.stage.name)
+    results["quant"] = quant.policy() if quant else None
     if tasks:
         generator = BatchGenerator(
             model,
@@ -124,6 +128,17 @@ def _tokenizer(args: argparse.Namespace) -> tuple[Tokenizer, frozenset[int], str
         path = str(saved if saved.is_dir() else config.data.tokenizer)
     end = tokenizer.special_id(END)
     return tokenizer, ends | {tokenizer.eod} | ({end} if end is not None else set()), path
+
+
+def _template(args: argparse.Namespace) -> str:
+    """The template that is asked for, or else the one that the checkpoint's recipe names."""
+    if args.template is not None:
+        return args.template
+    checkpoint, config = recipe_of(args.checkpoint)
+    template = config.sft.template
+    if template not in NAMED_TEMPLATES and not Path(template).is_file():
+        raise UserError(f"{checkpoint} has sft.template={template}, which is no file here; give --template")
+    return template
 
 
 def _domains(words: Sequence[str] | None) -> Iterator[tuple[str, str]]:
@@ -226,7 +241,12 @@ def _send(project: str, results: dict[str, Any]) -> None:
     flat |= {f"perplexity_{name}": found["perplexity"] for name, found in results["perplexity"].items()}
     sink = WandbSink(
         checkpoint.parent.parent if checkpoint.parent.name == "checkpoints" else checkpoint.parent,
-        {"checkpoint": str(checkpoint), "tasks": results["tasks_file"], "samples": results["samples"]},
+        {
+            "checkpoint": str(checkpoint),
+            "tasks": results["tasks_file"],
+            "samples": results["samples"],
+            "quant": results["quant"],
+        },
         WandbSettings(project=project, name=f"eval-{checkpoint.parent.parent.name}-{checkpoint.name}"),
         run_id=secrets.token_hex(4),
         code_version="",

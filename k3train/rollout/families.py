@@ -2,8 +2,9 @@
 
 Numbers are written digit by digit, so that every tokenizer cuts them alike. Level 0 is for a model of a few million
 parameters that has seen hardly any text, level 1 for one that was pretrained for longer, level 2 has larger numbers,
-longer lists and tables. A question belongs to the training or to
-the held-out split by its own hash: the splits never meet, whatever the seeds and sizes.
+longer lists and tables. A question belongs to one of three splits by its own hash, so that they never meet, whatever
+the seeds and sizes: fine-tuning learns from answers to the first, reinforcement learning tries its own on the second
+(questions whose answers it has seen are answered rightly already: nothing is left to reinforce), the third is held out.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ from typing import Any
 
 from k3train.data.chat.messages import EFFORTS
 
-HELD_OUT_OF = 8  # one question in so many is held out
+SPLITS = {"sft": 4, "rl": 3, "held_out": 1}  # shares of the questions
+EFFORTLESS = 0.2  # part of the conversations that state no effort and think as at any of them
 LEVELS = (0, 1, 2)  # of difficulty
 WORDS = ("key", "set", "line", "name", "list", "file", "text", "code", "data", "path", "time", "type")
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
@@ -138,16 +140,17 @@ FAMILIES: dict[str, Family] = {
 }
 
 
-def is_held_out(family: str, question: str) -> bool:
-    """Whether a question belongs to the held-out split."""
-    return hashlib.sha256(f"{family} {question}".encode()).digest()[0] % HELD_OUT_OF == 0
+def split_of(family: str, question: str) -> str:
+    """The split that a question belongs to."""
+    names = [name for name, share in SPLITS.items() for _ in range(share)]
+    return names[hashlib.sha256(f"{family} {question}".encode()).digest()[0] % len(names)]
 
 
-def draw_problem(family: str, held_out: bool, rng: random.Random, level: int = 1) -> Problem:
+def draw_problem(family: str, split: str, rng: random.Random, level: int = 1) -> Problem:
     """A problem of `family` at a level, out of one of the splits."""
     while True:
         problem = FAMILIES[family].draw(rng, level)
-        if is_held_out(family, problem.question) == held_out:
+        if split_of(family, problem.question) == split:
             return problem
 
 
@@ -171,19 +174,19 @@ def turn(problem: Problem, effort: str) -> list[dict[str, Any]]:
 
 
 def draw_tasks(
-    count: int, held_out: bool, seed: int, families: tuple[str, ...] = tuple(FAMILIES), level: int = 1
+    count: int, split: str, seed: int, families: tuple[str, ...] = tuple(FAMILIES), level: int = 1
 ) -> list[dict]:
     """`count` different tasks, families in turn and every family's efforts in turn."""
-    rng = random.Random(f"tasks {seed} {held_out}")
+    rng = random.Random(f"tasks {seed} {split}")
     rows, seen = [], set()
     for number in range(count):
         family = families[number % len(families)]
         effort = EFFORTS[number // len(families) % len(EFFORTS)]
-        problem = draw_problem(family, held_out, rng, level)
+        problem = draw_problem(family, split, rng, level)
         for _ in range(1000):  # a family may run out of questions that are new
             if (problem.question, effort) not in seen:
                 break
-            problem = draw_problem(family, held_out, rng, level)
+            problem = draw_problem(family, split, rng, level)
         seen.add((problem.question, effort))
         rows.append(task_row(family, problem, effort, number))
     return rows
@@ -194,17 +197,18 @@ def draw_sessions(
     turns: int,
     seed: int,
     families: tuple[str, ...] = tuple(FAMILIES),
-    held_out: bool = False,
+    split: str = "sft",
     level: int = 1,
 ) -> list[dict]:
     """`count` conversations of `turns` questions each at one effort: what SFT reads. Their families differ as far as
     there are enough: a model that cannot tell yet which of two like questions is the last one learns from these."""
-    rng = random.Random(f"sessions {seed} {held_out}")
+    rng = random.Random(f"sessions {seed} {split}")
     rows = []
     for number in range(count):
         effort = EFFORTS[number % len(EFFORTS)]
+        stated = {} if rng.random() < EFFORTLESS else {"thinking_effort": effort}
         chosen = [name for start in range(0, turns, len(families)) for name in rng.sample(families, len(families))]
-        problems = [draw_problem(family, held_out, rng, level) for family in chosen[:turns]]
+        problems = [draw_problem(family, split, rng, level) for family in chosen[:turns]]
         messages = [message for problem in problems for message in turn(problem, effort)]
-        rows.append({"id": f"session-{number}", "thinking_effort": effort, "messages": messages})
+        rows.append({"id": f"session-{number}", **stated, "messages": messages})
     return rows

@@ -8,17 +8,19 @@ import traceback
 
 from k3train import rank_logs
 from k3train.config.schema import RecipeConfig
-from k3train.errors import UserError
+from k3train.errors import StorageError, UserError
 
 # What a disk says that is full, over quota, read-only, broken or gone: not the program's fault, and no traceback helps.
-_STORAGE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO, errno.ESTALE, errno.EISDIR)
+_STORAGE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.ESTALE)
+# What no other start and no other node will change.
+_RIGHTS = (errno.EACCES, errno.EPERM, errno.EISDIR)
 
 
-def _storage_sentence(error: Exception, config: RecipeConfig) -> str | None:
-    if not isinstance(error, OSError) or error.errno not in _STORAGE:
+def _storage_error(error: Exception, config: RecipeConfig) -> UserError | None:
+    if not isinstance(error, OSError) or error.errno not in _STORAGE + _RIGHTS:
         return None
     where = error.filename or f"run.dir={config.run.dir}"
-    return (
+    return (StorageError if error.errno in _STORAGE else UserError)(
         f"{where} cannot be written or read ({error.strerror}); see to space and rights there and run the same command"
         " again: it continues from the newest checkpoint"
     )
@@ -45,15 +47,15 @@ def run_stage(config: RecipeConfig) -> int:
         platform.stop()  # every rank raises it
         raise
     except Exception as error:
-        full = _storage_sentence(error, config)
+        full = _storage_error(error, config)
         if here.world_size == 1:
             if full:
                 platform.stop()
-                raise UserError(full) from error
+                raise full from error
             raise
         if full:
             rank_logs.tell(f"k3train: rank {here.rank}: {full}")
-            os._exit(2)
+            os._exit(full.exit_code)
         # The other ranks wait for this one in a collective, and leaving the group politely would wait for them.
         traceback.print_exc()
         rank_logs.tell(f"k3train: rank {here.rank} failed: {type(error).__name__}: {str(error).partition(chr(10))[0]}")

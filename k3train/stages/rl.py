@@ -200,7 +200,7 @@ class RLStage:
         self._refresh(version)
         sampling = SamplingConfig(self.rl.rollout.max_new_tokens, self.rl.eval_temperature, seed=self.config.train.seed)
         texts = self._answers(
-            [self.chat.prompt(task.conversation) for task in self._held_out], sampling, version, samples=1
+            [self.rollouts.prompt(task.conversation) for task in self._held_out], sampling, version, samples=1
         )
         right, lengths = [], []
         for task, [tokens] in zip(self._held_out, texts):
@@ -241,9 +241,10 @@ class RLStage:
 
     def _measure_budgets(self, version: int) -> None:
         """b0 of every training task from the start model, single-turn."""
+        self._refresh(version)  # a server may still hold whatever it was started with
         sampling = SamplingConfig(self.rl.rollout.max_new_tokens, seed=self.config.train.seed)
         for number, source in enumerate(self.rollouts.sources):
-            prompts = [self.chat.prompt(source.environment.conversation(task)) for task in source.tasks]
+            prompts = [self.rollouts.prompt(source.environment.conversation(task)) for task in source.tasks]
             answers = self._answers(prompts, sampling, version, self.rl.effort.samples)
             for index, (task, texts) in enumerate(zip(source.tasks, answers)):
                 read = [self.chat.answer(tokens, task.conversation.thinking) for tokens in texts]

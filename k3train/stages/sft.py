@@ -21,6 +21,13 @@ from k3train.stages.pretrain import PretrainStage
 _VALIDATION_SEED = 1234
 
 
+def row_multiple(config: RecipeConfig) -> int:
+    """What lengths of grouped rows are multiples of: every rank gets as much, and what a convolution looks back to."""
+    context, taps = config.parallel.context, config.model.kda.conv_size
+    unit = math.lcm(config.parallel.tensor * context, 16)
+    return unit * math.ceil(context * (taps - 1) / unit) if context > 1 else unit
+
+
 class SftStage(PretrainStage):
     """Rows of conversations, and pretraining's loss over their trained tokens.
 
@@ -33,6 +40,8 @@ class SftStage(PretrainStage):
     def __init__(self, config: RecipeConfig) -> None:
         """Encode the conversations, or find them encoded. Every rank calls this once the process groups stand.
 
+        With `sft.epochs`, `train.steps` becomes what these take; nothing before knows how many rows there are.
+
         Raises:
             UserError: conversations, tokenizer or template are not usable.
         """
@@ -41,13 +50,16 @@ class SftStage(PretrainStage):
         tokenizer = fitting_tokenizer(config)
         encoder = make_encoder(sft, tokenizer, config.data.tokenizer)
         cache = Path(config.data.cache_dir or Path(config.run.dir) / "sft_cache")
-        multiple = math.lcm(config.parallel.tensor * config.parallel.context, 16)
+        multiple = row_multiple(config)
 
         def rows(inputs: list[str], name: str, samples: int, batch: int, seed: int) -> ChatRows:
             encoded = encoded_set(inputs, sft, encoder, train.seq_length, cache, name)
             length, kind = train.seq_length, sft.batching
             made = self.rows_type(encoded, length, batch, kind, seed, samples, tokenizer.pad, multiple)
-            self._tell(made, describe_counts(encoded.counts, f"sft.{name}"), samples)
+            if name == "train" and sft.epochs is not None:
+                train.steps = math.ceil(sft.epochs * made.rows_per_epoch / batch)
+                made.num_samples = train.steps * batch
+            self._tell(made, describe_counts(encoded.counts, f"sft.{name}"))
             return made
 
         samples = train.steps * train.global_batch_size
@@ -56,16 +68,18 @@ class SftStage(PretrainStage):
         if train.eval_samples:
             self._valid_set = rows(sft.valid, "valid", train.eval_samples, train.eval_samples, _VALIDATION_SEED)
 
-    def _tell(self, rows: ChatRows, text: str, samples: int) -> None:
+    def _tell(self, rows: ChatRows, text: str) -> None:
         if dist.get_rank() != 0 or not self.config.telemetry.console:
             return
         if self.config.sft.batching == "packed":
             text += f"; packed into {rows.rows_per_epoch} rows, {rows.fill():.1%} full"
-        print(f"{text}; {samples / rows.rows_per_epoch:.2f} epochs", flush=True)
+        print(f"{text}; {len(rows) / rows.rows_per_epoch:.2f} epochs", flush=True)
 
     def loss(self, losses: TokenLosses) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
-        """Cross-entropy summed over the trained tokens; also reports their share of all positions."""
+        """Cross-entropy summed over the trained tokens; also reports their, and conversations', share of positions."""
         total, tokens, report = super().loss(losses)
         mask = losses.loss_mask
         positions = torch.tensor(float(mask.numel()), device=mask.device)
-        return total, tokens, {**report, "trained_fraction": torch.stack([mask.sum(), positions])}
+        filled = (~losses.batch["padding"]).sum().to(positions.dtype)
+        report |= {"trained_fraction": torch.stack([mask.sum(), positions]), "fill": torch.stack([filled, positions])}
+        return total, tokens, report

@@ -8,6 +8,7 @@ import statistics
 import sys
 import time
 from collections import deque
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -91,7 +92,10 @@ def fit_line(parts: list[str], fraction: float, width: int) -> str:
 
 
 class Console:
-    """Writes progress to a stream and to `run_dir/train.log`."""
+    """Writes progress to a stream and to `run_dir/train.log`.
+
+    Neither a full disk nor a terminal that is gone ends the training: what counts is in metrics.jsonl.
+    """
 
     def __init__(
         self,
@@ -154,7 +158,8 @@ class Console:
     def close(self) -> None:
         """Settle and close train.log; safe to call twice."""
         self.settle()
-        self._log.close()
+        with suppress(OSError):
+            self._log.close()
 
     def _eta(self, step: int) -> float | None:
         """Seconds left, from the median of recent steps, which one slow step (compilation) does not move."""
@@ -163,9 +168,11 @@ class Console:
         return statistics.median(self._step_times) * max(0, self.total_steps - step)
 
     def _write(self, text: str) -> None:
-        self.stream.write(text)
-        self.stream.flush()
+        with suppress(OSError):
+            self.stream.write(text)
+            self.stream.flush()
 
     def _to_log(self, text: str) -> None:
-        self._log.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}\n")
-        self._log.flush()
+        with suppress(OSError):  # what is not flushed is kept, and tried again with the next line
+            self._log.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}\n")
+            self._log.flush()

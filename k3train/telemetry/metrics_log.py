@@ -14,7 +14,9 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
+
+from k3train.telemetry.appended import AppendedLines
 
 METRICS_FILE = "metrics.jsonl"
 _NON_FINITE = ("NaN", "Infinity", "-Infinity")
@@ -77,29 +79,29 @@ class Recovery:
     """What opening the file of an earlier process found and removed."""
 
     last_step: int = 0  # greatest step of a train line before anything was removed
+    last_evaluated: int = -1  # greatest step of an evaluation that was kept
     dropped_after_step: int = 0  # lines of steps the checkpoint does not contain
     dropped_unreadable: int = 0  # torn or corrupt lines
 
 
 class MetricsLog:
-    """Appends to `run_dir/metrics.jsonl`, flushing each line."""
+    """Appends to `run_dir/metrics.jsonl`, each line at once; what a full disk does not take is tried again."""
 
     def __init__(self, run_dir: Path, start_step: int) -> None:
         """Keep what an earlier process wrote up to `start_step` (the checkpoint's step) and drop the rest."""
         self.path = Path(run_dir) / METRICS_FILE
         self.recovery = _recover(self.path, start_step)
-        self._file: TextIO = open(self.path, "a", encoding="utf-8")  # noqa: SIM115 - open for the run's lifetime
+        self.lines = AppendedLines(self.path)
 
     def write(self, kind: str, step: int, fields: dict[str, Any]) -> None:
         """Append one line."""
         record = {"kind": kind, "step": int(step), "time": round(time.time(), 3), **to_jsonable(fields)}
         record["kind"], record["step"] = kind, int(step)
-        self._file.write(json.dumps(record, allow_nan=False) + "\n")
-        self._file.flush()
+        self.lines.write(json.dumps(record, allow_nan=False))
 
     def close(self) -> None:
         """Close the file; safe to call twice."""
-        self._file.close()
+        self.lines.close()
 
 
 def _recover(path: Path, start_step: int) -> Recovery:
@@ -107,6 +109,7 @@ def _recover(path: Path, start_step: int) -> Recovery:
     if not path.exists():
         return Recovery()
     last_step = after = unreadable = 0
+    last_evaluated = -1
     ends_with_newline = True
     # The rewrite goes to a neighbour that replaces the original in one step: a crash leaves the old file or
     # the new.
@@ -127,6 +130,8 @@ def _recover(path: Path, start_step: int) -> Recovery:
             if record["step"] > start_step or (start_step == 0 and record.get("kind") == "eval"):
                 after += 1
                 continue
+            if record.get("kind") == "eval":
+                last_evaluated = max(last_evaluated, record["step"])
             new.write(line if ends_with_newline else line + "\n")
         new.flush()
         os.fsync(new.fileno())
@@ -134,4 +139,4 @@ def _recover(path: Path, start_step: int) -> Recovery:
         os.replace(replacement, path)
     else:
         replacement.unlink()
-    return Recovery(last_step, after, unreadable)
+    return Recovery(last_step, last_evaluated, after, unreadable)

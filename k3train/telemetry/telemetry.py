@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, TextIO
 
+from k3train.telemetry.appended import AppendedLines
 from k3train.telemetry.console import Console, human_bytes, human_duration
 from k3train.telemetry.metrics_log import MetricsLog, from_jsonable, to_jsonable
 from k3train.telemetry.wandb_sink import WandbSettings, WandbSink, persistent_run_id
@@ -39,26 +41,30 @@ class Telemetry:
         """`start_step` is the step of the checkpoint the run continues from; 0 begins anew.
 
         Lines of metrics.jsonl after `start_step` (from a process that was killed) are removed; train.log
-        keeps them. A continued run keeps its W&B id. `interactive` None asks whether `stream` (standard
+        keeps them. A run that has made a step keeps its W&B id. `interactive` None asks whether `stream` (standard
         output) is a terminal. Raises UserError for an unknown W&B mode.
         """
         self.run_dir = Path(run_dir)
         self.is_writer = is_writer
         self._pictures = pictures
         self._run_id = run_id
-        self._step = start_step
+        self._step = self._start_step = start_step
         self._said: dict[str, int] = {}
+        self._tables: dict[str, AppendedLines] = {}
+        self._held_up: set[Path] = set()  # files that the disk does not take lines of
         self._finished = False
         self._sink: WandbSink | None = None
         if not is_writer:
             return
         self.run_dir.mkdir(parents=True, exist_ok=True)
         self._log = MetricsLog(self.run_dir, start_step)
+        self._last_evaluated = self._log.recovery.last_evaluated
         self._console = Console(self.run_dir, total_steps, enabled=console, interactive=interactive, stream=stream)
         self._tell_recovery(start_step)
         settings = wandb if wandb is not None else WandbSettings()
-        self._run_id = persistent_run_id(self.run_dir, run_id, resuming=start_step > 0)
-        last_sent = self._log.recovery.last_step if start_step > 0 else 0
+        last_sent = self._log.recovery.last_step
+        begun = max(last_sent, start_step) > 0  # also by a process that came to no checkpoint
+        self._run_id = persistent_run_id(self.run_dir, run_id, resuming=begun)
         self._sink = WandbSink(
             self.run_dir,
             config,
@@ -66,7 +72,7 @@ class Telemetry:
             run_id=self._run_id,
             code_version=code_version,
             # Step 0 counts in a new run: a first evaluation may stand before the first step.
-            last_sent_step=max(last_sent, start_step) if start_step > 0 else -1,
+            last_sent_step=max(last_sent, start_step) if begun else -1,
             on_event=self.event,
         )
         if self._sink.active and last_sent > start_step:
@@ -76,6 +82,11 @@ class Telemetry:
     def run_id(self) -> str | None:
         """The W&B run id, kept in `run_dir/wandb_run_id`; on other ranks the one given at the start."""
         return self._run_id
+
+    @property
+    def last_evaluated(self) -> int:
+        """The step of the run's newest evaluation, also of an earlier process; -1 without any. On the writer."""
+        return self._last_evaluated
 
     def step(self, metrics: dict[str, Any]) -> None:
         """Record one training step.
@@ -92,6 +103,7 @@ class Telemetry:
         self._step = int(metrics["step"])
         self._log.write("train", self._step, metrics)
         self._console.step(metrics)
+        self._look_at(self._log.lines)
         self._send("record a step", lambda sink: sink.log(self._step, _plain(metrics), "train"))
 
     def evaluation(self, metrics: dict[str, Any]) -> None:
@@ -100,25 +112,37 @@ class Telemetry:
             return
         step = int(metrics.get("step", self._step))
         self._log.write("eval", step, metrics)
+        self._last_evaluated = step
         self._console.message(_evaluation_text(step, metrics))
-        self._send("record an evaluation", lambda sink: sink.log(step, _plain(metrics), "eval"))
+        late = step == self._start_step > 0  # an earlier process made the step, and did not come to this
+        self._send("record an evaluation", lambda sink: sink.log(step, _plain(metrics), "eval", late))
 
     def table(self, name: str, step: int, rows: list[dict[str, Any]]) -> None:
         """Add rows, all with the same keys, to `NAME.jsonl` in the run directory, and show them as a table in W&B."""
         if not self.is_writer or not rows:
             return
-        with (self.run_dir / f"{name}.jsonl").open("a", encoding="utf-8") as file:
-            file.writelines(json.dumps(to_jsonable(row), ensure_ascii=False) + "\n" for row in rows)
+        try:
+            lines = self._tables.get(name) or AppendedLines(self.run_dir / f"{name}.jsonl")
+        except OSError as error:
+            self.event(f"table {name} of step {step} is not kept ({error}); training goes on", "warning")
+        else:
+            self._tables[name] = lines
+            for row in rows:
+                lines.write(json.dumps(to_jsonable(row), ensure_ascii=False))
+            self._look_at(lines)
         self._send("record a table", lambda sink: sink.table(step, name, rows))
 
     def event(self, text: str, level: str = "info", **fields: Any) -> None:
         """Say something once: a repeat of the same text is only counted, and the count is told at the end.
 
-        `level` is info or warning; `fields` go to metrics.jsonl with the text. Raises ValueError for another
-        level.
+        `level` is info, warning, or alert (see `alert`); `fields` go to metrics.jsonl with the text. Raises ValueError
+        for another level.
         """
+        if level == "alert":
+            self.alert(text, **fields)
+            return
         if level not in _LEVELS:
-            raise ValueError(f"event level {level!r} is not known: choose one of {', '.join(_LEVELS)}")
+            raise ValueError(f"event level {level!r} is not known: choose one of {', '.join(_LEVELS)}, alert")
         if not self.is_writer:
             return
         self._said[text] = self._said.get(text, 0) + 1
@@ -130,12 +154,37 @@ class Telemetry:
 
     def alert(self, text: str, **fields: Any) -> None:
         """A warning that somebody should hear of now: an event, and a W&B alert."""
-        self.event(text, "warning", **fields)
+        self.event(text, "warning", alert=True, **fields)
         self._send("send an alert", lambda sink: sink.alert(text))
 
     def checkpoint(self, path: Path, step: int) -> None:
         """A checkpoint was committed."""
         self._send("record a checkpoint", lambda sink: sink.checkpoint(path, step))
+
+    def sync(self) -> None:
+        """Wait until the lines so far are on the disk: a checkpoint shall not be newer than they are after a power cut.
+
+        A disk that fails here is told of when a line or the checkpoint itself is written. May be called in a thread.
+        """
+        if self.is_writer and not self._finished:
+            for lines in (self._log.lines, *list(self._tables.values())):
+                with suppress(OSError, ValueError):  # closed meanwhile, by a run that ends with an error
+                    lines.sync()
+
+    def _look_at(self, lines: AppendedLines) -> None:
+        """Say when the disk begins to hold up a file, and when it no longer does."""
+        if (lines.failure is not None) == (lines.path in self._held_up):
+            return
+        if lines.failure is None:
+            self._held_up.remove(lines.path)
+            self.event(f"step {self._step}: {lines.path} is written again; nothing of it is missing")
+            return
+        self._held_up.add(lines.path)
+        self.event(
+            f"step {self._step}: {lines.path} cannot be written ({lines.failure}): its lines are kept in memory and "
+            "tried again at every step; make space before the run ends",
+            "warning",
+        )
 
     def _send(self, what: str, call: Callable[[WandbSink], None]) -> None:
         """Tell the sink. It guards W&B's failures itself; none of ours may end the training either."""
@@ -164,17 +213,32 @@ class Telemetry:
                 self.event(f"said {times} times: {text}")
         self._send("finish", lambda sink: sink.finish(status, pictures, self._step))
         self.event(f"run {status} at step {self._step}", status=status)
+        for lines in (self._log.lines, *self._tables.values()):
+            lines.close()
+            if lines.waiting:
+                self._console.message(
+                    f"WARNING: {lines.waiting} lines of {lines.path} are lost ({lines.failure}): the disk took none"
+                )
         self._console.close()
-        self._log.close()
         return pictures
 
     def _draw(self) -> list[Path]:
         from k3train.telemetry.plots import draw_curves, draw_experts  # matplotlib loads slowly: only when needed
 
-        return [path for path in (draw_curves(self.run_dir), draw_experts(self.run_dir)) if path is not None]
+        try:
+            return [path for path in (draw_curves(self.run_dir), draw_experts(self.run_dir)) if path is not None]
+        except OSError as error:
+            self.event(f"the pictures cannot be drawn ({error}); `k3train report {self.run_dir}` draws them", "warning")
+            return []
 
     def _tell_recovery(self, start_step: int) -> None:
         recovery = self._log.recovery
+        if recovery.last_step < start_step:
+            self.event(
+                f"metrics.jsonl ends with step {recovery.last_step}, and the checkpoint holds step {start_step}: the "
+                "lines between are lost (the machine went down before its disk had them, or the file was moved)",
+                "warning",
+            )
         if recovery.dropped_unreadable:
             self.event(
                 f"metrics.jsonl had {recovery.dropped_unreadable} torn or unreadable line(s), now removed",

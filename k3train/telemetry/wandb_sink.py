@@ -179,7 +179,7 @@ class WandbSink:
         self.mode = resolve_mode(settings.mode)
         if self.mode == "online":
             instead = f"the run is recorded under {run_dir / 'wandb'}: upload it later with `wandb sync`"
-            self._run = self._guard("start online", lambda: self._init("online"), instead)
+            self._run = self._guard("start online", self._go_online, instead)
             if self._run is None:
                 self.mode = "offline"
                 # W&B's service keeps the id of the run that failed to start; only a new service forgets it.
@@ -192,9 +192,13 @@ class WandbSink:
         """Whether metrics still reach W&B."""
         return self._run is not None
 
-    def log(self, step: int, metrics: dict[str, Any], kind: str) -> None:
-        """Send metrics of a step. W&B's steps only grow: a step the run already holds is not sent again."""
-        if self._run is None or step <= self._last_sent_step:
+    def log(self, step: int, metrics: dict[str, Any], kind: str, late: bool = False) -> None:
+        """Send metrics of a step. W&B's steps only grow: a step the run already holds is not sent again.
+
+        `late` metrics are of a step whose others the run has: they go into the row of the next one.
+        """
+        row = self._last_sent_step + 1 if late else step
+        if self._run is None or row <= self._last_sent_step:
             return
         paths = metrics.get("paths") or {}
         if paths != self._paths:
@@ -204,7 +208,7 @@ class WandbSink:
             )
         loads = metrics.get("tokens_per_expert")
         pictures = self._guard("draw the experts' load", lambda: wandb_load(loads)) if loads else None
-        self._log(step, {**panel_metrics(metrics, kind), **(pictures or {})})
+        self._log(row, {"step": step, **panel_metrics(metrics, kind), **(pictures or {})})
 
     def table(self, step: int, name: str, rows: list[dict[str, Any]]) -> None:
         """Send rows as a table."""
@@ -267,7 +271,25 @@ class WandbSink:
         if self._run is not None and flat:
             self._guard("log", lambda: self._run.log({"step": step, **flat}, step=step))
 
-    def _init(self, mode: str) -> Any:
+    def _go_online(self) -> Any:
+        """The run that earlier processes began has to be there; where it is not, that is said and it begins here."""
+        if self._last_sent_step < 0:
+            return self._init("online", "allow")
+        import wandb
+
+        try:
+            return self._init("online", "must")
+        except wandb.errors.UsageError:
+            self._on_event(
+                f"W&B has no run {self._run_id} in project {self._settings.project} to resume: it begins there with "
+                f"this step. If its first part was recorded offline, `wandb sync` {self._run_dir / 'wandb'}; "
+                "otherwise telemetry.wandb.project, .entity or the login differ, or the run was deleted",
+                "warning",
+            )
+            _stop_service()
+            return self._init("online", "allow")
+
+    def _init(self, mode: str, resume: str | None = None) -> Any:
         folder = (self._run_dir / "wandb").resolve()
         folder.mkdir(parents=True, exist_ok=True)
         os.environ.setdefault("WANDB_ERROR_REPORTING", "false")  # no crash reports over the network
@@ -285,7 +307,7 @@ class WandbSink:
             tags=list(self._settings.tags) or None,
             name=self._settings.name,
             id=self._run_id,
-            resume="allow" if mode == "online" else None,
+            resume=resume,
             config=self._config,
             settings=wandb.Settings(
                 silent=True,

@@ -18,6 +18,7 @@ from k3train.model.build import start_model_parallel
 from k3train.optim.qk_clip import QKClip
 from k3train.optim.schedule import base_rate
 from k3train.parallel.balance import update_router_bias
+from k3train.parallel.first_rank import from_first_rank
 from k3train.platform import Platform
 from k3train.telemetry.telemetry import Telemetry
 from k3train.telemetry.timers import PhaseTimers
@@ -26,6 +27,7 @@ from k3train.train.engine import build_engine
 from k3train.train.faults import Faults
 from k3train.train.guards import Guards
 from k3train.train.metrics import Throughput, balance_metrics, dispatch_metrics, gather_balance, memory_bytes
+from k3train.train.notes import note_checkpoint
 from k3train.train.quantization import tell_quantization
 from k3train.train.resume import find_origin
 from k3train.train.signals import StopFlag, exit_code
@@ -95,9 +97,12 @@ class Trainer:
                 self._evaluate()
             steps = self.stage.training_steps(self.state.consumed_samples)
             self.origin.set_generators(train.seed)
+            if self.state.step > 0 and self._due(train.eval_interval) and self._evaluation_is_missing():
+                self._evaluate()
             while self.state.step < train.steps and not self.flag_raised:
                 self._step(steps)
-                if self._due(train.eval_interval):
+                # Whoever asks for a stop kills soon: the time is for the checkpoint, and the next start evaluates.
+                if self._due(train.eval_interval) and not self.flag_raised:
                     self._evaluate()
                 self._save()
             status = "interrupted" if self.flag_raised else "finished"
@@ -114,6 +119,10 @@ class Trainer:
     def _due(self, interval: int) -> bool:
         at_end = self.state.step == self.config.train.steps
         return at_end or (interval > 0 and self.state.step % interval == 0)
+
+    def _evaluation_is_missing(self) -> bool:
+        """Whether the run was ended between a step's checkpoint and its evaluation."""
+        return from_first_rank(lambda: self.telemetry.last_evaluated != self.state.step)
 
     def _step(self, steps: Iterator[list[Batch]]) -> None:
         started = time.perf_counter()
@@ -190,13 +199,18 @@ class Trainer:
         return int(max(memory))
 
     def _evaluate(self) -> None:
+        """Evaluate, and take note of a stop request that came meanwhile."""
         self.watchdog.beat(f"the evaluation after step {self.state.step}")
         if (own := hooks.evaluation(self.stage)) is not None:
             self.telemetry.evaluation({"step": self.state.step, **own})
-            return
-        held_out = self.stage.held_out()
-        if held_out is None:
-            return
+        elif (held_out := self.stage.held_out()) is not None:
+            self._evaluate_on(held_out)
+        flag = torch.tensor([self.flag.signal], device=self.here.device)
+        dist.all_reduce(flag, op=dist.ReduceOp.MAX)
+        if self.state.step < self.config.train.steps:  # else there is nothing left to stop
+            self.flag_raised = int(flag)
+
+    def _evaluate_on(self, held_out: list[Batch]) -> None:
         with self.timers.phase("eval"):
             reports = self.runner.evaluate(held_out)
         loss = reports["loss"]
@@ -226,4 +240,6 @@ class Trainer:
         if committed != before:
             path = directory.directory_of(self.saver.root, committed)
             self.telemetry.checkpoint(path, committed)
+            if self.here.rank == 0:
+                note_checkpoint(committed)
             self.faults.saved(committed, path)

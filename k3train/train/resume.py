@@ -26,6 +26,7 @@ class Origin:
     guards: dict[str, Any] = field(default_factory=dict)  # what the guards of the loop remember
     warnings: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    versions: dict[str, str] = field(default_factory=dict)  # of the code and libraries that wrote what is continued
     generators: dict[str, Any] | None = None  # states of this rank's; None where another layout wrote them
 
     def set_generators(self, seed: int) -> None:
@@ -58,7 +59,7 @@ def find_origin(
     if config.checkpoint.load is None:
         return Origin()
     source = directory.resolve(config.checkpoint.load)
-    found = _problems(source, config.checkpoint.verify)
+    found = problems(source, config.checkpoint.verify)
     if found:
         raise UserError(f"checkpoint.load={source} is damaged: {found[0]}; choose another checkpoint")
     _check_source(config, source)
@@ -74,7 +75,7 @@ def _newest_good(
 ) -> Origin | None:
     bad: list[tuple[Path, str]] = []
     for path in from_first_rank(lambda: [folder for _, folder in reversed(directory.committed(root))]):
-        found = _problems(path, config.checkpoint.verify)
+        found = problems(path, config.checkpoint.verify)
         if found:
             bad.append((path, found[0]))
             continue
@@ -86,7 +87,8 @@ def _newest_good(
             bad.append((path, str(error)))
             continue
         origin = Origin(state, path, marker.get("wandb_run_id"), marker.get("guards", {}), generators=generators)
-        origin.warnings = _set_aside(bad, state.step)
+        origin.versions = marker["versions"]
+        origin.warnings = set_aside(bad, f"the run goes back to step {state.step}")
         if generators is None:
             origin.notes.append(
                 "another layout (or an earlier version) wrote the random number generators, which are seeded anew from"
@@ -102,7 +104,7 @@ def _newest_good(
     return None
 
 
-def _problems(path: Path, verify: bool) -> list[str]:
+def problems(path: Path, verify: bool) -> list[str]:
     """What is wrong with a checkpoint: sizes are looked at by rank 0, contents by all ranks, each its share of files.
 
     Raises:
@@ -121,14 +123,16 @@ def _problems(path: Path, verify: bool) -> list[str]:
     return [told] if told else []
 
 
-def _set_aside(bad: list[tuple[Path, str]], step: int) -> list[str]:
-    """Give damaged checkpoints another ending, so that none counts as one to keep; a loud sentence for each."""
+def set_aside(bad: list[tuple[Path, str]], instead: str) -> list[str]:
+    """Give damaged checkpoints another ending, so that none counts as one to keep; a loud sentence for each, with what
+    is done `instead` of taking it.
+    """
     told = []
     for path, why in bad:
         aside = path.with_name(f"{path.name}.damaged")
         failure = store.on_first_rank(lambda path=path, aside=aside: path.rename(aside))
         where = "it cannot be renamed: remove it by hand" if failure else f"it is kept as {aside.name}"
-        told.append(f"{path} is damaged ({why}); the run goes back to step {step}, and {where}")
+        told.append(f"{path} is damaged ({why}); {instead}, and {where}")
     return told
 
 

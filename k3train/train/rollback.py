@@ -13,6 +13,7 @@ from k3train.errors import UserError
 from k3train.optim.two_phase import TwoPhaseOptimizer, not_finite
 from k3train.parallel.first_rank import from_first_rank
 from k3train.train.guards import Verdict
+from k3train.train.resume import problems, set_aside
 
 if TYPE_CHECKING:
     from k3train.train.loop import Trainer
@@ -96,7 +97,7 @@ def roll_back(trainer: Trainer) -> None:
     The state is saved at once under the present step, so that a restart does not meet the same data again.
 
     Raises:
-        UserError: there is no checkpoint, or the run was rolled back too often.
+        UserError: there is no checkpoint, none of them is whole, or the run was rolled back too often.
     """
     guards, config = trainer.guards, trainer.config
     if guards.state.rollbacks >= config.guards.max_rollbacks:
@@ -112,11 +113,35 @@ def roll_back(trainer: Trainer) -> None:
             f"Run {config.run.name}: a guard asks for a rollback at step {trainer.state.step}, and there is no "
             "checkpoint yet; try a smaller checkpoint.interval, or guards.*=skip"
         )
-    path = found[max(0, len(found) - config.guards.rollback_checkpoints)]
-    restore_weights(trainer, path)
+    path = _restore_good(trainer, found[: max(1, len(found) - config.guards.rollback_checkpoints + 1)])
     trainer.telemetry.alert(
         f"step {trainer.state.step}: rolled back to the weights of {path}; the data up to here are passed over",
         rollback=str(path),
+    )
+
+
+def _restore_good(trainer: Trainer, candidates: list[Path]) -> Path:
+    """Take the weights of the newest of these checkpoints that is whole; the damaged ones are set aside, and told of.
+
+    Raises:
+        UserError: all are damaged.
+    """
+    bad: list[tuple[Path, str]] = []
+    for path in reversed(candidates):
+        if wrong := problems(path, trainer.config.checkpoint.verify):
+            bad.append((path, wrong[0]))
+            continue
+        try:
+            restore_weights(trainer, path)
+        except directory.DamagedCheckpointError as error:
+            bad.append((path, str(error)))
+            continue
+        for text in set_aside(bad, f"the rollback takes {path.name}"):
+            trainer.telemetry.alert(text)
+        return path
+    raise UserError(
+        f"Run {trainer.config.run.name}: a guard asks for a rollback at step {trainer.state.step}, and "
+        f"{bad[0][0]} is damaged ({bad[0][1]}), as is every older checkpoint; put a copy of one back and start again"
     )
 
 

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -204,7 +204,9 @@ def open_saver(
 ) -> Saver:
     """What writes the run's checkpoints; `step` is that of the one it continues from."""
     belongings = Belongings(resolved(config), telemetry.run_id, data, code_version(), Path(config.data.tokenizer))
-    return engine.saver(run_dir / "checkpoints", config.checkpoint, belongings, telemetry.event, step or -1)
+    saver = engine.saver(run_dir / "checkpoints", config.checkpoint, belongings, telemetry.event, step or -1)
+    saver.before_commit = telemetry.sync
+    return saver
 
 
 def tell_start(
@@ -231,11 +233,11 @@ def tell_start(
     telemetry.event("paths: " + ", ".join(f"{part}={path}" for part, path in paths.items()))
     step = origin.state.step
     for text in origin.warnings:
-        telemetry.event(text, "warning")
+        telemetry.alert(text)
     if origin.path is not None:
         verb = "continues" if step else "starts with the weights of"
         telemetry.event(f"{verb} {origin.path}" + (f" at step {step}" if step else ""))
-    for text in origin.notes:
+    for text in (*origin.notes, *_other_versions(origin)):
         telemetry.event(text)
     if (told := Faults.announce(config.faults)) is not None:
         telemetry.event(told, "warning")
@@ -244,6 +246,15 @@ def tell_start(
             f"nothing to do: train.steps={config.train.steps} are done; to train on from here, start another run with "
             f"run.name=... and checkpoint.load={origin.path}"
         )
+
+
+def _other_versions(origin: Origin) -> list[str]:
+    """A sentence where other code or libraries wrote the checkpoint that a run continues."""
+    now = {**store.versions(), "code": code_version()}
+    changed = [f"{name} {was} (now {now[name]})" for name, was in origin.versions.items() if now.get(name, was) != was]
+    if not changed:
+        return []
+    return [f"the checkpoint was written with {', '.join(changed)}: the numbers need not be the same to the last bit"]
 
 
 def tell_optimizer(telemetry: Telemetry, config: RecipeConfig, rows: list[TableRow], run_dir: Path) -> None:
@@ -269,7 +280,8 @@ def tell_end(run_dir: Path, here: Platform, pictures: list[Path], held_out: list
     lines += [f"{path.stem:<11} {path}" for path in pictures]
     lines += [f"metrics     {run_dir / 'metrics.jsonl'}", f"recipe      {run_dir / CONFIG_FILE}"]
     lines += [f"checkpoint  {newest[-1][1]}"] if newest else []
-    print("\n".join(lines), flush=True)
+    with suppress(OSError):  # a job's log on a full disk: the run has ended well all the same
+        print("\n".join(lines), flush=True)
 
 
 def code_version() -> str:

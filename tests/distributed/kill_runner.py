@@ -144,6 +144,11 @@ def names(root: Path) -> set[str]:
     return {path.name for path in root.iterdir()} if root.is_dir() else set()
 
 
+def step_of(name: str) -> int:
+    """Of a checkpoint, finished or not."""
+    return int(name.partition(".")[0].removeprefix("step_"))
+
+
 def wait(pids: dict[int, int], deadline: float, until: Callable[[], bool]) -> dict[int, int]:
     """Exit codes of the ranks that ended before `until` or the deadline; `pids` keeps the others."""
     ended = {}
@@ -175,14 +180,17 @@ def attempt(recipe: dict[str, Any], folder: Path, kill: dict[str, Any] | None) -
         mine = place if kill and kill["rank"] == rank else None
         pids[rank] = start(rank, recipe, folder, mine, kill["saves"] if mine else 0, folder=folder)
     deadline = time.monotonic() + ATTEMPT_SECONDS
+    found = names(root)
     report: dict[str, Any] = {"expected": earlier[-1] if earlier else 0, "kill": kill}
     if kill is None:
         report["codes"] = wait(pids, deadline, lambda: False)
     elif place is not None:
         report["codes"] = wait(pids, deadline, lambda: len(pids) < WORLD)
     else:
-        found = names(root)
-        report["codes"] = wait(pids, deadline, lambda: names(root) - found != set())  # a save has begun
+        # That save has begun. What is left of attempts before has no greater step than the one that is begun next.
+        first = report["expected"] + kill["saves"]
+        begun = lambda: any(step_of(name) >= first for name in names(root) - found)  # noqa: E731
+        report["codes"] = wait(pids, deadline, begun)
         fatal = time.monotonic() + kill["delay"]
         report["codes"] |= wait(pids, deadline, lambda: time.monotonic() > fatal)
         if kill["rank"] in pids:
@@ -201,20 +209,32 @@ def attempt(recipe: dict[str, Any], folder: Path, kill: dict[str, Any] | None) -
 
 
 def main() -> None:
-    """Arguments: corpus, folder, seed, random moments, places that both ways of saving die at."""
+    """Arguments: corpus, folder, seed, random moments, places to die at, and the most saves before a random moment.
+
+    With more than one save, each place is tried in both ways of saving, and the run is as long as that takes.
+    """
     corpus, folder, seed, moments = Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4])
     chance = random.Random(seed)
     on_first = ("unmarked", "marked", "committed", "pruning")  # only rank 0 gets there
     places = [place for place in sys.argv[5].split(",") if place]
+    most_saves = int(sys.argv[6])
+    ways = (True, False) if most_saves > 1 else (None,)
     kills: list[dict[str, Any]] = [
-        {"place": place, "rank": 0 if place in on_first else number % WORLD} for number, place in enumerate(places)
+        {"place": place, "rank": 0 if place in on_first else number % WORLD, "beside": way}
+        for way in ways
+        for number, place in enumerate(places)
     ]
-    kills += [{"steps": chance.uniform(0, 5), "rank": chance.randrange(WORLD)} for _ in range(moments)]
-    for kill in kills:
-        kill["lag"] = chance.uniform(0, 0.3)
+    kills += [{"steps": chance.uniform(0, 5), "rank": chance.randrange(WORLD), "beside": None} for _ in range(moments)]
     for number, kill in enumerate(kills):
+        kill["lag"] = chance.uniform(0, 0.3)
         kill["saves"] = 3 if number % 2 else 1  # the first one is planned by Megatron-Core, the third is not
+        if kill["beside"] is None:
+            kill["beside"] = number % 2 == 1
+        if "place" not in kill:
+            kill["saves"] = chance.randint(1, most_saves)
     steps = 3 * len(kills) + 6
+    if most_saves > 1:
+        steps = sum(kill["saves"] + 3 for kill in kills) + 6
     gc.freeze()  # what forked ranks share is not written to
     made = {
         "model__num_layers": 2,
@@ -231,7 +251,7 @@ def main() -> None:
     for kill in kills:
         kill["delay"] = kill.get("steps", 0) * pace  # a save takes about as long as a step or two
     for number, kill in enumerate([*kills, None]):
-        beside = number % 2 == 1
+        beside = kill["beside"] if kill else number % 2 == 1
         checkpoint = {"interval": 1, "keep_last": 1 + chance.randrange(2), "async_save": beside}
         recipe = small_recipe(corpus, folder / "killed", **made, checkpoint=checkpoint)
         reports.append(attempt(recipe, folder / f"attempt-{number}", kill))

@@ -1,6 +1,6 @@
 """SIGKILL at named places and at random moments around saves: the run always goes on from what was committed last, and
-ends as if nothing had happened. `K3_TEST_LONG=1` tries 40 random moments (on a slow machine with
-`-o faulthandler_timeout=0`).
+ends as if nothing had happened. `K3_TEST_LONG=1` tries each place in both ways of saving, and 40 random moments around
+one of the next twelve saves each (with `-o faulthandler_timeout=0`: it takes long).
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from stored import assert_same, newest
 
 HERE = Path(__file__).resolve().parent
 PLACES = ("planned", "accumulation", "written", "evaluation", "unmarked", "marked", "committed", "pruning")
-MOMENTS = 40 if os.environ.get("K3_TEST_LONG") else 4
+LONG = bool(os.environ.get("K3_TEST_LONG"))
+MOMENTS, MOST_SAVES = (40, 12) if LONG else (4, 1)
 
 
 def test_kill_9_of_any_rank_at_any_moment(tmp_path: Path) -> None:
@@ -32,10 +33,11 @@ def test_kill_9_of_any_rank_at_any_moment(tmp_path: Path) -> None:
         str(tmp_path),
         "7",
         str(MOMENTS),
+        ",".join(PLACES),
+        str(MOST_SAVES),
     ]
-    done = subprocess.run(
-        [*command, ",".join(PLACES)], env=environment, capture_output=True, text=True, timeout=1500, check=False
-    )
+    timeout = 5400 if LONG else 1500
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=timeout, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     clean, *attempts = json.loads((tmp_path / "report.json").read_text())
     assert clean["codes"] == {"0": 0, "1": 0}, clean
@@ -55,6 +57,12 @@ def test_kill_9_of_any_rank_at_any_moment(tmp_path: Path) -> None:
     assert any(name.endswith(".partial") for report in killed for name in report["left"])
     assert not any("." in name for name in last["left"]), last["left"]  # all of it was cleaned up
     assert last["began"] > MOMENTS // 4  # kills did not hit one spot
+    if LONG:
+        begun = {report["began"] for report in killed if report["began"] is not None}
+        assert len(begun) > MOMENTS // 2  # nor a few: they are spread over the run
+        assert max(begun) > lines(tmp_path / "clean", "train")[-1]["step"] // 2
+        ways = {(report["kill"]["place"], report["kill"]["beside"]) for report in killed if "place" in report["kill"]}
+        assert len(ways) == 2 * len(PLACES)
     for kind in ("train", "eval"):
         assert lines(tmp_path / "killed", kind) == lines(tmp_path / "clean", kind)
     assert_same(newest(tmp_path / "killed"), newest(tmp_path / "clean"))

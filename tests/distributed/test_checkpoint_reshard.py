@@ -1,5 +1,6 @@
 """One checkpoint handed from layout to layout: what is loaded and saved again is the same bit for bit, and the step
-that follows is one rank's to 1e-6. AdamW and Per-Head Muon, optimizer state and all.
+that follows is one rank's to 1e-6. AdamW and Per-Head Muon, optimizer state and all. Within one layout that shares a
+replica, interrupted equals uninterrupted bit for bit, as on one rank (test_checkpoint_resume.py).
 """
 
 from __future__ import annotations
@@ -10,8 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-from small_run import lines, make_corpus, small_recipe
-from stored import assert_same, stored
+from small_run import lines, make_corpus, small_recipe, train
+from stored import assert_same, newest, stored
 from test_muon_training import muon_recipe
 
 STEP = 3
@@ -28,7 +29,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, int]]] = {
 # Each layout loads what the one before it saved, so that every pair of neighbours is a change.
 CHAINS = {
     "adamw": ("dp2", "pp2 vpp2", "ep4", "cp2", "tp2 ep2 etp2"),
-    "muon": ("tp2", "pp2 vpp2", "dp4", "one"),
+    "muon": ("tp2", "pp2 vpp2", "cp2", "dp4", "tp2 ep2 etp2", "one"),
 }
 
 
@@ -102,3 +103,22 @@ def test_layouts_hand_a_checkpoint_on(pool: Any, tmp_path: Path, optimizer: str)
             assert torch.allclose(tensor, expected[key], rtol=1e-6, atol=1e-6), (
                 f"{layout}, {key}: {(tensor - expected[key]).abs().max()}"
             )
+
+
+@pytest.mark.parametrize("layout", ["tp2", "pp2 vpp2", "cp2"])
+def test_interrupted_equals_uninterrupted_where_a_replica_is_shared(pool: Any, tmp_path: Path, layout: str) -> None:
+    """Tensor, pipeline and context parallel: the same bits as the run of that layout which nothing disturbed."""
+    corpus = make_corpus(tmp_path)
+    made: dict[str, Any] = {"train__steps": 3, "train__eval_interval": 2, "train__eval_samples": 2}
+    if layout != "pp2 vpp2":  # which has a stage for each of four layers
+        made |= {"model__num_layers": 2, "model__full_attention_layers": [2]}
+    ranks, sizes = LAYOUTS[layout]
+    made |= {f"parallel__{key}": size for key, size in sizes.items()}
+    whole, halves = (small_recipe(corpus, tmp_path / name, **made) for name in ("whole", "halves"))
+    halves["checkpoint"].update(interval=1, async_save=True)
+    assert [code for code, _ in pool.run(train, ranks, whole)] == [0] * ranks
+    assert [code for code, _ in pool.run(train, ranks, halves, 2)] == [143] * ranks
+    assert [code for code, _ in pool.run(train, ranks, halves)] == [0] * ranks
+    for kind in ("train", "eval"):
+        assert lines(tmp_path / "halves", kind) == lines(tmp_path / "whole", kind)
+    assert_same(newest(tmp_path / "halves"), newest(tmp_path / "whole"))

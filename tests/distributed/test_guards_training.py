@@ -192,12 +192,18 @@ def test_a_loss_spike_rolls_back_to_the_checkpoint_and_leaves_its_data_out(
     assert "step_00000004" in told
 
 
-def test_two_checkpoints_back_and_not_for_ever(pool: Any, corpus: Path, tmp_path: Path) -> None:
-    changes = {**SPIKES, "guards__loss_spike": "rollback", "guards__rollback_checkpoints": 2, "checkpoint__interval": 3}
-    recipe = small_recipe(corpus, tmp_path, **changes, guards__max_rollbacks=1)
+def test_two_checkpoints_back_past_a_damaged_one_and_not_for_ever(pool: Any, corpus: Path, tmp_path: Path) -> None:
+    """Of the checkpoints 2, 4 and 6, that of step 4 is asked for, and has lost half of a file."""
+    changes = {**SPIKES, "guards__loss_spike": "rollback", "guards__rollback_checkpoints": 2}
+    changes |= {"checkpoint__interval": 2, "checkpoint__keep_last": 0, "guards__max_rollbacks": 1}
+    recipe = small_recipe(corpus, tmp_path, **changes, faults=[{"kind": "corrupt_checkpoint", "step": 4}])
     ((message, seen, _),) = pool.run(watched, 1, recipe, (7, 11))
-    assert seen[7] == seen[3]
+    assert seen[7] == seen[2]
     assert "guards.max_rollbacks=1" in message
+    (warning,) = [line["text"] for line in lines(tmp_path, "event") if "is damaged" in line["text"]]
+    assert "the rollback takes step_00000002, and it is kept as step_00000004.damaged" in warning
+    kept = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
+    assert kept[:4] == ["step_00000002", "step_00000004.damaged", "step_00000006", "step_00000007"]
 
 
 def test_spikes_warn_by_default_and_the_window_survives_a_restart(pool: Any, corpus: Path, tmp_path: Path) -> None:

@@ -24,6 +24,14 @@ def summed(rank: int, world_size: int, offset: int) -> tuple[int, torch.Tensor]:
     return os.getpid(), total
 
 
+HELD = []
+
+
+def holds_groups(rank: int, world_size: int, count: int) -> int:
+    HELD.extend(dist.new_group([rank]) for _ in range(count))
+    return os.getpid()
+
+
 def fails_on(rank: int, world_size: int, bad_rank: int) -> int:
     print(f"line of rank {rank}", flush=True)
     if rank == bad_rank:
@@ -79,6 +87,14 @@ def test_ranks_are_reused(pool: WorkerPool) -> None:
 def test_each_call_has_its_own_megatron_groups(pool: WorkerPool) -> None:
     assert pool.run(megatron_groups, 2, 2) == [(2, 1)] * 2
     assert pool.run(megatron_groups, 2, 1) == [(1, 2)] * 2
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="threads are counted in /proc")
+def test_ranks_that_hold_many_groups_of_earlier_calls_are_replaced(pool: WorkerPool) -> None:
+    [first], [second] = pool.run(holds_groups, 1, 20), pool.run(holds_groups, 1, 0)
+    assert first == second
+    pool.run(holds_groups, 1, 130)
+    assert pool.run(holds_groups, 1, 0) != [second]
 
 
 def test_one_failing_rank_fails_the_call_while_others_wait(pool: WorkerPool) -> None:

@@ -107,25 +107,59 @@ def test_a_token_counts_the_same_wherever_it_lies(
         assert a["loss"] == pytest.approx(b["loss"], rel=1e-5)
         assert a["grad_norm"] == pytest.approx(b["grad_norm"], rel=1e-4)
         assert a["trained_fraction"] == pytest.approx(b["trained_fraction"])
-        assert 0 < a["trained_fraction"] < 1
+        assert a["fill"] == pytest.approx(b["fill"])
+        assert 0 < a["trained_fraction"] < a["fill"] < 1
     assert lines(tmp_path, "eval")[-1]["loss"] == pytest.approx(lines(clean[0], "eval")[-1]["loss"], rel=1e-5)
 
 
-def test_grouped_rows_train_in_a_pipeline_as_on_one_rank(pool: Any, folder: Path, tmp_path: Path) -> None:
-    """Steps of rows of other lengths; tokens are counted as they are."""
-    changes = {"sft__batching": "grouped", "train__steps": 3}
+def test_grouped_rows_train_on_two_ranks_as_on_one(pool: Any, folder: Path, tmp_path: Path) -> None:
+    """Steps of rows of other lengths, in a pipeline and cut into parts; tokens are counted as they are.
+
+    0.3 epochs of the 34 conversations are 10.2 rows: three steps of four, whatever `train.steps` says.
+    """
+    changes = {"sft__batching": "grouped", "sft__epochs": 0.3, "train__steps": 50}
     ((code, _),) = pool.run(fine_tune, 1, chat_recipe(folder, tmp_path / "one", **changes))
     assert code == 0, code
-    recipe = chat_recipe(folder, tmp_path / "two", parallel__pipeline=2, **changes)
-    assert {code for code, _ in pool.run(fine_tune, 2, recipe)} == {0}
-    one, two = lines(tmp_path / "one", "train"), lines(tmp_path / "two", "train")
-    for a, b in zip(one, two, strict=True):
-        assert a["loss"] == pytest.approx(b["loss"], rel=1e-5)
-        assert a["grad_norm"] == pytest.approx(b["grad_norm"], rel=1e-4)
-        assert a["tokens"] == b["tokens"]
+    one = lines(tmp_path / "one", "train")
+    assert [line["step"] for line in one] == [1, 2, 3]
+    for layout in ("pipeline", "context"):
+        recipe = chat_recipe(folder, tmp_path / layout, **{f"parallel__{layout}": 2}, **changes)
+        assert {code for code, _ in pool.run(fine_tune, 2, recipe)} == {0}
+        for a, b in zip(one, lines(tmp_path / layout, "train"), strict=True):
+            assert a["loss"] == pytest.approx(b["loss"], rel=1e-5)
+            assert a["grad_norm"] == pytest.approx(b["grad_norm"], rel=1e-4)
+            assert a["tokens"] == b["tokens"]
     grown = [b["tokens"] - a["tokens"] for a, b in zip([{"tokens": 0}, *one], one, strict=False)]
     assert len(set(grown)) > 1
     assert max(grown) < 4 * SEQ
+
+
+def test_experts_are_rounded_from_here_on_and_adapters_train_beside_them(
+    pool: Any, folder: Path, tmp_path: Path
+) -> None:
+    """`quant.enabled` skips pretraining, not this stage; under `lora.enabled` nothing but adapters moves."""
+    common = {"train__steps": 2, "train__eval_samples": 0}
+    common |= {"model__moe__latent_size": 32, "model__moe__expert_hidden_size": 64}
+
+    def tuned(name: str, **changes: Any) -> dict[str, torch.Tensor]:
+        ((code, weights),) = pool.run(fine_tune, 1, chat_recipe(folder, tmp_path / name, **common, **changes))
+        assert code == 0, code
+        return weights
+
+    plain = tuned("plain")
+    tuned("rounded", quant__enabled=True)
+    norms = [[line["grad_norm"] for line in lines(tmp_path / name, "train")] for name in ("plain", "rounded")]
+    assert max(abs(a / b - 1) for a, b in zip(*norms, strict=True)) > 1e-4
+    paths = [lines(tmp_path / name, "train")[0]["paths"].get("quant", "") for name in ("plain", "rounded")]
+    assert "mxfp4" not in paths[0]
+    assert "mxfp4 weights (round_up) and mxfp8 inputs (round_up)" in paths[1]
+
+    adapters = {"lora__enabled": True, "lora__rank": 4, "optim__lr": 1e-2, "checkpoint__load": str(tmp_path / "plain")}
+    adapted = tuned("adapted", quant__enabled=True, **adapters)
+    assert all(torch.equal(adapted[name], plain[name]) for name in plain)
+    added = {name for name in adapted if name not in plain}
+    assert added == {name for name in adapted if ".lora." in name} != set()
+    assert all(adapted[name].any() for name in added), "an adapter is still where it began"
 
 
 def test_starting_weights_are_loaded_and_checked(pool: Any, folder: Path, tmp_path: Path) -> None:

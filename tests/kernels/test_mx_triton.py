@@ -1,6 +1,6 @@
 """The Microscaling kernels: equal to the PyTorch path in Triton's interpreter (compiled in test_triton.py).
 
-They were never run on a GPU here; what is known of one is what the compiler says.
+They were never run on a GPU here; what is known of one is what the compiler says. `test_on_a_gpu` is ready for one.
 """
 
 import os
@@ -13,16 +13,23 @@ from k3kernels import mx
 
 triton = pytest.importorskip("triton", reason="Triton has no build for this machine")
 
-# Runs in its own process: TRITON_INTERPRET is read when a kernel is defined.
-INTERPRETED = """
+# Runs in its own process: TRITON_INTERPRET is read when a kernel is defined. The PyTorch path runs on the CPU.
+PROGRAM = """
+import sys
+
 import torch
 from k3kernels import mx
 
 generator = torch.Generator().manual_seed(0)
-compared = 0
+device, compared = sys.argv[1], 0
+
+
+def there(*tensors):
+    return [None if tensor is None else tensor.to(device) for tensor in tensors]
 
 
 def same(a, b):
+    a, b = a.cpu(), b.cpu()
     # Bytes, so that signs of zeros count; NaN has many words.
     if a.dtype == torch.uint8:
         return torch.equal(a, b)
@@ -49,14 +56,15 @@ for shape in ((35, 64), (2, 3, 40), (4, 2), (0, 32)):
             for rule in ("round_up", "floor", "nearest"):
                 noises = (None, torch.rand(shape, generator=generator)) if rule == "floor" else (None,)
                 for noise in noises:
-                    ours = mx.quantize(x, element, rule, noise=noise, backend="triton")
+                    far, far_noise = there(x, noise)
+                    ours = mx.quantize(far, element, rule, noise=far_noise, backend="triton")
                     theirs = mx.quantize(x, element, rule, noise=noise, backend="torch")
                     assert same(ours[0], theirs[0]) and same(ours[1], theirs[1]), (shape, element, rule)
-                    there = mx.dequantize(*theirs, element, dtype, backend="torch")
-                    assert same(mx.dequantize(*theirs, element, dtype, backend="triton"), there)
-                    fused = mx.quantize_dequantize(x, element, rule, noise=noise, backend="triton")
+                    back = mx.dequantize(*theirs, element, dtype, backend="torch")
+                    assert same(mx.dequantize(*there(*theirs), element, dtype, backend="triton"), back)
+                    fused = mx.quantize_dequantize(far, element, rule, noise=far_noise, backend="triton")
                     assert same(fused, mx.quantize_dequantize(x, element, rule, noise=noise, backend="torch"))
-                    assert same(fused, there)
+                    assert same(fused, back)
                     compared += 1
 codes = torch.arange(256, dtype=torch.uint8).view(8, 32)
 for element, columns in (("e2m1", 64), ("e4m3", 32)):
@@ -64,22 +72,36 @@ for element, columns in (("e2m1", 64), ("e4m3", 32)):
         scales = torch.full((8, columns // 32), byte, dtype=torch.uint8)
         # The interpreter's own cast to bf16 gets subnormals wrong; fp32 shows that the kernel does not.
         for dtype in (torch.float32, torch.bfloat16) if byte > 1 else (torch.float32,):
-            a, b = (mx.dequantize(codes, scales, element, dtype, backend=name) for name in ("triton", "torch"))
-            assert same(a, b)
+            a = mx.dequantize(*there(codes, scales), element, dtype, backend="triton")
+            assert same(a, mx.dequantize(codes, scales, element, dtype, backend="torch"))
             compared += 1
 transposed = torch.randn(64, 33, generator=generator).t()
-assert same(*(mx.quantize_dequantize(transposed, "e4m3", backend=name) for name in ("triton", "torch")))
+far = mx.quantize_dequantize(*there(transposed), "e4m3", backend="triton")
+assert same(far, mx.quantize_dequantize(transposed, "e4m3", backend="torch"))
 print("compared", compared)
 """
 
 
-def test_the_interpreted_kernels_are_the_pytorch_path() -> None:
-    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+def compare(device: str, **environment: str) -> None:
+    """Run the program: on the CPU in Triton's interpreter, or on a GPU."""
     done = subprocess.run(
-        [sys.executable, "-c", INTERPRETED], env=environment, capture_output=True, text=True, timeout=300
+        [sys.executable, "-c", PROGRAM, device],
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        timeout=300,
     )
     assert done.returncode == 0, done.stderr[-2000:]
     assert done.stdout.split() == ["compared", str(4 * 2 * 2 * 4 + 2 * (5 + 3))]
+
+
+def test_the_interpreted_kernels_are_the_pytorch_path() -> None:
+    compare("cpu", TRITON_INTERPRET="1")
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_on_a_gpu() -> None:
+    compare("cuda", TRITON_INTERPRET="0")
 
 
 def test_triton_is_chosen_on_cuda_alone() -> None:

@@ -12,7 +12,7 @@ import pytest
 from k3train import cli, machine, sweep
 from k3train.config.schema import RecipeConfig
 from k3train.environment import Place, address_of, expand_counts, first_host, meeting_port, place
-from k3train.errors import UserError
+from k3train.errors import StorageError, UserError
 
 TINY = "recipe=pretrain/k3-tiny"
 
@@ -161,6 +161,23 @@ def test_a_rank_with_bad_data_says_so_itself(
     monkeypatch.setenv("WORLD_SIZE", "4")
     assert cli.main([TINY]) == 2
     assert capsys.readouterr().err == "k3train: rank 1: the corpus is not here\n"
+
+
+@pytest.mark.parametrize("rank", ["0", "1"])
+def test_a_disk_that_fails_has_an_exit_code_of_its_own(
+    rank: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Slurm's jobs are requeued after it, and not after 2."""
+    import k3train.stages
+
+    def full(config: RecipeConfig) -> int:
+        raise StorageError("the disk is full")
+
+    monkeypatch.setattr(k3train.stages, "run_stage", full)
+    monkeypatch.setenv("RANK", rank)
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    assert cli.main([TINY]) == 74
+    assert capsys.readouterr().err.endswith("the disk is full\n")
 
 
 @pytest.mark.usefixtures("_inputs_are_there")

@@ -12,7 +12,7 @@ from k3train.config.load import load_recipe
 from k3train.config.validate import validate, validate_machine
 from k3train.errors import UserError
 
-TINY = ["recipe=pretrain/k3-tiny", "parallel=single"]
+TINY = ["recipe=pretrain/k3-tiny", "parallel=single", "optim=adamw-tiny"]
 ZERO = ["engine=deepspeed"]
 # Overrides of a recipe that fits one rank | what the sentence says | the override that cures it.
 WRONG = [

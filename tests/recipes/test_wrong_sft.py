@@ -22,6 +22,7 @@ WRONG = [
     (["sft.batching=pack"], "sft.batching=pack does not exist", "sft.batching=packed"),
     (["sft.too_long=cut"], "sft.too_long=cut does not exist", "sft.too_long=drop"),
     (["sft.effort=medium"], "sft.effort=medium does not exist; allowed: low, high, max", "sft.effort=low"),
+    (["sft.epochs=0"], "sft.epochs=0.0 is out of range; allowed: more than 0", "sft.epochs=1"),
     (["sft.template=chatml"], "sft.template=chatml is no file", "sft.template=k3"),
     (["model.moe.balancing=megatron"], "counts the filler", "model.moe.balancing=quantile"),
     (["sft.trian=[a]"], "sft.trian=[a]: there is no such key", None),

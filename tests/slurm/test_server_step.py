@@ -52,6 +52,10 @@ if kind == "serve":
     ready = time.time() + 1.2
     host, port = (words[words.index(name) + 1] for name in ("--host", "--port"))
     http.server.HTTPServer((host, int(port)), Handler).serve_forever()
+if "RANKS_REACH" in os.environ:
+    with open(os.environ["K3TRAIN_CHECKPOINT_NOTE"], "w") as note:
+        note.write(os.environ["RANKS_REACH"])
+    sys.exit(int(os.environ["RANKS_END"]))
 url = next(w for w in words if w.startswith("rl.rollout.url=")).partition("=")[2]
 assert urllib.request.urlopen(url + "/health").status == 200
 with open(os.environ["K3TRAIN_EXIT_NOTE"], "w") as note:
@@ -145,6 +149,19 @@ def test_the_ranks_exit_code_is_the_jobs(job: dict[str, str]) -> None:
     assert code == 2, said
     assert "scontrol requeue 7" not in calls
     assert is_free(job)
+
+
+def test_failures_are_forgiven_while_the_job_gets_further(job: dict[str, str]) -> None:
+    """Ranks that crash, hang (124), are killed (137) or lose their disk (74) bring the job back; the count begins anew
+    with each newer checkpoint.
+    """
+    ends = ((1, 5, 1), (124, 9, 1), (137, 9, 2), (74, 8, 3), (1, 12, 1), (1, 12, 2), (1, 12, 3), (1, 12, 4))
+    for number, (end, reached, failures) in enumerate(ends):
+        code, said, calls = run(job, "pretrain", RANKS_END=str(end), RANKS_REACH=str(reached))
+        assert code == end, said
+        assert f"failed with exit code {end}, failure {failures} in a row" in said
+        assert calls.count("scontrol requeue 7") == min(number + 1, 7)  # not after the fourth in a row
+    assert "not requeued (K3_MAX_FAILURES=3)" in said
 
 
 def test_a_server_in_a_job_of_its_own(job: dict[str, str]) -> None:

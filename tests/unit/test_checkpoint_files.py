@@ -122,6 +122,26 @@ def test_the_marker_is_written_when_all_else_is_on_the_disk(tmp_path: Path, monk
     assert before[-1] == tmp_path.name
 
 
+def test_a_rank_of_the_other_engine_syncs_what_it_wrote(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0 syncs everything before the marker, but on its own node."""
+    import torch
+    import torch.distributed as dist
+
+    from k3train.checkpoint.whole import FOLDER
+    from k3train.engine.saver import WholeWriting
+
+    synced: list[str] = []
+    monkeypatch.setattr(directory, "sync", lambda path: synced.append(path.name))
+    monkeypatch.setattr(dist, "get_rank", lambda: 1)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 2)
+    writing = WholeWriting({"weight/a": torch.ones(2)}, {}, tmp_path)
+    writing.start(in_thread=False)
+    assert writing.failure is None
+    assert {f"{FOLDER}/{name}" for name in synced[:2]} == writing.hashes.keys()
+    assert len(writing.hashes) == 2
+    assert synced[2:] == [FOLDER]
+
+
 def damage(path: Path, how: str) -> Path:
     shard = path / "__0_0.distcp"
     content = bytearray(shard.read_bytes())

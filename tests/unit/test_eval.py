@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,6 +14,7 @@ import torch
 from saved_weights import make_tokenizer, recipe, save_weights
 
 from k3train import cli
+from k3train.config.quant import QuantConfig
 from k3train.data.chat.tokens import ChatEncoder, save_chat_tokenizer, with_chat_tokens
 from k3train.data.chat.xtml import K3Template
 from k3train.data.tokenizer import load_tokenizer
@@ -29,7 +31,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     made = tmp_path_factory.mktemp("eval")
     plain = load_tokenizer(make_tokenizer(made / "plain"))
     save_chat_tokenizer(with_chat_tokens(plain), made / "chat")
-    tasks = draw_tasks(12, True, 0, ("add", "pick"))
+    tasks = draw_tasks(12, "held_out", 0, ("add", "pick"))
     (made / "tasks.jsonl").write_text("".join(json.dumps(task) + "\n" for task in tasks))
     return made
 
@@ -40,8 +42,10 @@ def checkpoint(folder: Path, _cpu_rank: None) -> Path:
     from k3train.model.build import build_chunks, start_model_parallel
 
     start_model_parallel(ParallelConfig())
-    (built,), _ = build_chunks(recipe())
-    return save_weights(folder / "weights", recipe(), [built], folder / "chat" / "tokenizer.json")
+    config = recipe()
+    config.model.moe.latent_size, config.model.moe.expert_hidden_size = 32, 64  # whole blocks of 32
+    (built,), _ = build_chunks(config)
+    return save_weights(folder / "weights", config, [built], folder / "chat" / "tokenizer.json")
 
 
 class Scripted:
@@ -112,20 +116,42 @@ def evaluate(checkpoint: Path, capsys: pytest.CaptureFixture, *more: str) -> tup
     return code, out.out, out.err
 
 
-def test_the_command_writes_what_it_found(checkpoint: Path, folder: Path, capsys: pytest.CaptureFixture) -> None:
-    """Figures follow from the answers in the file; perplexities from the scores of the same tokens."""
-    from k3train.rollout.score_cli import score_row
-
-    texts = [
+@pytest.fixture(scope="module")
+def domain(folder: Path) -> Path:
+    """A text and a conversation."""
+    rows = [
         {"text": "ka mo ti"},
         {"messages": [{"role": "user", "content": "ka"}, {"role": "assistant", "content": "mo"}]},
     ]
-    (folder / "domain.jsonl").write_text("".join(json.dumps(row) + "\n" for row in texts))
+    (folder / "domain.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder / "domain.jsonl"
+
+
+def scored(checkpoint: Path, domain: Path, quant: str) -> tuple[float, int]:
+    """Mean loss of the tokens of `domain` that count, by `k3train score`'s way, and how many they are."""
+    from k3train.data.chat.messages import conversation_of
+    from k3train.rollout.restore import restore
+    from k3train.rollout.score_cli import score_row
+
+    model, total, tokens = restore(checkpoint, quant=quant).model, 0.0, 0
+    encoder = ChatEncoder(load_tokenizer(checkpoint / "tokenizer"), K3Template())
+    text, conversation = (json.loads(line) for line in domain.read_text().splitlines())
+    plain = [*encoder.tokenizer.encode(text["text"]), encoder.tokenizer.eod]
+    chat = encoder.encode(conversation_of(conversation, "row"))
+    for ids, counts in ((plain, [True] * len(plain)), (chat.ids.tolist(), chat.trained.tolist())):
+        scores, _ = score_row(model, torch.tensor(ids), False)
+        total -= float(scores[torch.tensor(counts[1:])].sum())
+        tokens += sum(counts[1:])
+    return total / tokens, tokens
+
+
+def test_the_command_writes_what_it_found(
+    checkpoint: Path, folder: Path, domain: Path, capsys: pytest.CaptureFixture
+) -> None:
+    """Figures follow from the answers in the file."""
     out = folder / "out.json"
     words = ["--tasks", str(folder / "tasks.jsonl"), "--n", "2", "--k", "1,2", "--max-new-tokens", "5", "--limit", "3"]
-    code, said, err = evaluate(
-        checkpoint, capsys, *words, "--perplexity", f"mixed={folder / 'domain.jsonl'}", "--out", str(out)
-    )
+    code, said, err = evaluate(checkpoint, capsys, *words, "--perplexity", f"mixed={domain}", "--out", str(out))
     assert code == 0, err
     found = json.loads(out.read_text())
     assert [(a["task"], a["sample"]) for a in found["answers"]] == [
@@ -133,28 +159,63 @@ def test_the_command_writes_what_it_found(checkpoint: Path, folder: Path, capsys
     ]
     assert found["all"]["exact_match"] == sum(a["right"] for a in found["answers"]) / 6
     assert found["all"]["tokens"] <= 5
-    encoder = ChatEncoder(load_tokenizer(folder / "chat"), K3Template())
-    total = tokens = 0
-    from k3train.data.chat.messages import conversation_of
-    from k3train.rollout.restore import restore
-
-    model = restore(checkpoint).model
-    text = [*encoder.tokenizer.encode("ka mo ti"), encoder.tokenizer.eod]
-    chat = encoder.encode(conversation_of(texts[1], "row"))
-    for ids, counts in ((text, [True] * len(text)), (chat.ids.tolist(), chat.trained.tolist())):
-        scores, _ = score_row(model, torch.tensor(ids), False)
-        total -= float(scores[torch.tensor(counts[1:])].sum())
-        tokens += sum(counts[1:])
     mixed = found["perplexity"]["mixed"]
-    assert mixed["tokens"] == tokens
-    assert mixed["loss"] == pytest.approx(total / tokens, rel=1e-9)
-    assert mixed["perplexity"] == pytest.approx(math.exp(total / tokens))
+    assert found["quant"] is None
     assert "pass@2" in said
     assert f"mixed: perplexity {mixed['perplexity']:.4f}" in said
     assert set(found["reference"]) == {"add", "pick"}
     again = evaluate(checkpoint, capsys, *words, "--out", str(out))
     assert again[0] == 0
     assert json.loads(out.read_text())["answers"] == found["answers"]
+
+
+def test_experts_run_with_the_rounding_that_is_asked_for(
+    checkpoint: Path, domain: Path, capsys: pytest.CaptureFixture
+) -> None:
+    found = {}
+    for quant in ("none", "k3"):
+        out = domain.with_name(f"{quant}.json")
+        words = ["--perplexity", f"mixed={domain}", "--quant", quant, "--out", str(out)]
+        assert evaluate(checkpoint, capsys, *words)[0] == 0
+        results = json.loads(out.read_text())
+        found[quant] = results["perplexity"]["mixed"]
+        assert results["quant"] == (QuantConfig().policy() if quant == "k3" else None)
+        loss, tokens = scored(checkpoint, domain, quant)
+        assert found[quant]["loss"] == pytest.approx(loss, rel=1e-9)
+        assert found[quant]["tokens"] == tokens
+        assert found[quant]["perplexity"] == pytest.approx(math.exp(loss))
+    assert abs(found["k3"]["loss"] - found["none"]["loss"]) > 1e-3
+
+
+def test_conversations_are_written_as_the_checkpoint_learned_them(
+    checkpoint: Path, folder: Path, domain: Path, capsys: pytest.CaptureFixture
+) -> None:
+    """The recipe's template, unless another is asked for."""
+    copy = folder / "copy"
+    shutil.copytree(checkpoint, copy)
+    (copy / "tokenizer" / "chat_template.jinja").write_text(
+        "{% for m in messages %}{{ m.role }} {{ m.content }}<|end_of_msg|>{% endfor %}"
+        "{% if add_generation_prompt %}assistant {% endif %}"
+    )
+    marker = json.loads((copy / "checkpoint.json").read_text())
+
+    def tokens(template: str, *words: str) -> int:
+        marker["config"]["sft"] = {"template": template}
+        (copy / "checkpoint.json").write_text(json.dumps(marker))
+        out = folder / "template.json"
+        code, _, err = evaluate(copy, capsys, "--perplexity", f"mixed={domain}", "--out", str(out), *words)
+        assert code == 0, err
+        return json.loads(out.read_text())["perplexity"]["mixed"]["tokens"]
+
+    encode = load_tokenizer(folder / "chat").encode
+    plain = tokens("tokenizer")
+    assert plain == len(encode("ka mo ti")) + len(encode("mo")) + 1
+    assert tokens("tokenizer", "--template", "k3") == tokens("k3") > plain
+    marker["config"]["sft"] = {"template": "/nowhere.jinja"}
+    (copy / "checkpoint.json").write_text(json.dumps(marker))
+    code, _, err = evaluate(copy, capsys, "--perplexity", f"mixed={domain}")
+    assert code == 2
+    assert "has sft.template=/nowhere.jinja, which is no file here; give --template" in err
 
 
 def test_figures_go_to_wandb_where_that_is_asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -178,6 +239,7 @@ def test_figures_go_to_wandb_where_that_is_asked(monkeypatch: pytest.MonkeyPatch
         "checkpoint": str(tmp_path / "mine" / "checkpoints" / "step_00000007"),
         "tasks_file": "tasks.jsonl",
         "samples": 2,
+        "quant": None,
         "all": {"exact_match": 0.5, "pass@2": 0.75},
         "family": {"add": {"exact_match": 0.25}},
         "effort": {"low": {"exact_match": 0.125}},

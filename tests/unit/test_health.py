@@ -59,8 +59,30 @@ def test_the_verdict_names_silent_and_bad_nodes(tmp_path: Path) -> None:
     health._write(tmp_path / health.BAD_FILE, {"c": "clock"})
     Report("c").write(tmp_path)
     assert health.verdict(tmp_path, ["a", "b", "c", "d"]) == ["b", "c", "d"]
+    Report("a", ["no device"]).write(tmp_path)
+    assert health.verdict(tmp_path, ["a", "b", "c"]) == ["a", "b", "c"]
     # Where no node said anything, it is rather the shared directory or the installation.
     assert health.verdict(tmp_path / "other", ["a", "b"]) == []
+
+
+def test_what_all_nodes_share_is_no_nodes_fault(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Else each requeue would exclude the nodes it was given and take others, for a full disk or a misspelt command."""
+    Report("a", ["no device"]).write(tmp_path)
+    Report("b", ["no device"]).write(tmp_path)
+    assert health.verdict(tmp_path, ["a", "b"]) == []
+    assert "every node is bad: it is rather something they share" in capfd.readouterr().err
+    # A job of one node has no other to compare with: the run's directory, and a command that is not there.
+    report = Report("c")
+    health.check_disk([tmp_path], 1e9, report, shared=tmp_path)
+    health.check_command("no-such-program-anywhere", 60, report)
+    assert (len(report.troubles), report.shared) == (2, report.troubles)
+    report.write(tmp_path)
+    assert health.verdict(tmp_path, ["c"]) == []
+    # One of several nodes alone has it, or has something else besides: a mount is missing there, or it is bad.
+    Report("d").write(tmp_path)
+    assert health.verdict(tmp_path, ["c", "d"]) == ["c"]
+    Report("d", ["disk", "no device"], shared=["disk"]).write(tmp_path)
+    assert health.verdict(tmp_path, ["c", "d"]) == ["d"]
 
 
 def start(port: int, rank: int, folder: Path, *options: str) -> subprocess.Popen:

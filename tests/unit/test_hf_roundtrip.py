@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -29,7 +30,9 @@ from small_run import make_corpus, small_recipe, train
 
 from k3train import cli
 from k3train.checkpoint import directory
+from k3train.config.load import recipe_from_dict
 from k3train.hf.torch_dist import TensorReader
+from k3train.train.quantization import tell_quantization
 
 GOLDEN = Path(__file__).parents[1] / "goldens" / "k3-tiny"
 
@@ -59,12 +62,33 @@ def checkpoint(_cpu_rank: None, folder: Path) -> Path:
     return import_(folder, folder.parent / "ckpt")
 
 
-def test_unchanged_weights_give_every_file_back_byte_for_byte(checkpoint: Path, folder: Path, tmp_path: Path) -> None:
+def test_unchanged_weights_give_every_file_back_byte_for_byte(
+    checkpoint: Path, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Packed experts, their scales, padding, vision tensors, headers, index, config, tokenizer and code."""
     wanted = digests(folder)
     assert {"config.json", "model-00003-of-00003.safetensors", "figures/one.txt", "tokenizer.json"} <= wanted.keys()
     assert digests(export(checkpoint, tmp_path / "back")) == wanted
     assert digests(export(checkpoint, tmp_path / "asked", "--experts", "mxfp4")) == wanted
+    assert "warning" not in capsys.readouterr().out
+
+
+def test_a_run_says_what_it_does_with_quantized_experts(checkpoint: Path) -> None:
+    """The import names no policy, and yet a run without one would not train what it ships."""
+    told: list[tuple[str, str]] = []
+    telemetry = SimpleNamespace(event=lambda text, level="info": told.append((level, text)))
+    config = recipe_from_dict(directory.read_marker(checkpoint)["config"])
+    for quant, lora in ((True, False), (False, False), (False, True)):
+        config.quant.enabled, config.lora.enabled, config.stage.name = quant, lora, "sft"
+        tell_quantization(telemetry, config, checkpoint)
+    start = f"{checkpoint} was imported with experts in MXFP4"
+    assert told[0] == (
+        "info",
+        f"{start}; this run trains it with mxfp4 weights (round_up) and mxfp8 inputs (round_up)",
+    )
+    assert told[1][0] == "warning"
+    assert told[1][1].startswith(f"{start}, and this run trains it without quantization: exported in MXFP4")
+    assert len(told) == 2, "adapters leave experts as they are"
 
 
 def test_requantizing_alone_would_not(checkpoint: Path, folder: Path, tmp_path: Path) -> None:
@@ -189,9 +213,13 @@ def trained(_cpu_rank: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-def test_a_trained_model_takes_the_imported_files_along(trained: Path, tmp_path: Path) -> None:
+def test_a_trained_model_takes_the_imported_files_along(
+    trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     before = all_tensors(trained / "hf")
     hf = export(trained / "run", tmp_path / "out")
+    # It trained on unrounded experts, and ships with rounded ones.
+    assert "warning: experts' weights are rounded to MXFP4 for the first time here" in capsys.readouterr().out
     after = all_tensors(hf)
     assert after.keys() == before.keys()
     assert all(after[n].dtype == before[n].dtype and after[n].shape == before[n].shape for n in before)

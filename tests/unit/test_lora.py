@@ -14,6 +14,7 @@ from k3train.config.lora import LoRAConfig
 from k3train.config.quant import QuantConfig
 from k3train.config.rules_lora import check_lora
 from k3train.config.schema import RecipeConfig
+from k3train.config.validate import validate
 from k3train.errors import UserError
 from k3train.model.lora import Adapter, is_adapter, merged
 
@@ -163,13 +164,26 @@ WRONG = [
         "update_router_bias=false",
     ),
     (["lora.enabled=true", "optim.qk_clip.enabled=true"], "optim.qk_clip.enabled=true would", "enabled=false"),
+    (
+        ["lora.enabled=true", "optim=per-head-muon", "stage.update_router_bias=true"],
+        "that lora.enabled=true freezes, and stage.update_router_bias=true would change",
+        "; try optim=adamw stage.update_router_bias=false",
+    ),
 ]
+
+
+def test_what_is_told_is_enough() -> None:
+    """The overrides of one refusal make the recipe of fine-tuning one with adapters."""
+    words = ["recipe=sft/k3-tiny", "lora.enabled=true"]
+    with pytest.raises(UserError) as error:
+        validate(load_recipe(words))
+    validate(load_recipe([*words, *str(error.value).rpartition("; try ")[2].split()]))
 
 
 @pytest.mark.parametrize(("overrides", "words", "cure"), WRONG)
 def test_a_wrong_section_is_refused_in_one_sentence(overrides: list[str], words: str, cure: str) -> None:
     with pytest.raises(UserError) as error:
-        check_lora(load_recipe(["recipe=pretrain/k3-tiny", *overrides]))
+        check_lora(load_recipe(["recipe=pretrain/k3-tiny", "optim=adamw-tiny", *overrides]))
     assert words in str(error.value)
     assert cure in str(error.value)
     assert "\n" not in str(error.value)

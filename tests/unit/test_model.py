@@ -69,18 +69,25 @@ LAYOUT = [[0] * 9 + [1] * 13 + [2] * 8 + [3] * 2, [0] * 32]
 
 @pytest.mark.parametrize("mixer", ["kda", "mla", "both"])
 def test_documents_never_see_each_other(single_rank: None, mixer: str) -> None:
-    """Changing document 1 leaves the logits of the others bit-equal, for each kind of layer."""
+    """Changing document 1 leaves the logits of the others bit-equal, for each kind of layer; no gradient crosses."""
     layers = {"kda": [], "mla": [1, 2, 3, 4, 5, 6], "both": [3, 5, 6]}[mixer]
     model = build(small_model(full_attention_layers=layers)).eval()
     packing = packed(LAYOUT)
     tokens = tokens_like(packing)
     changed = tokens.clone()
     changed[0, 9:22] = (changed[0, 9:22] + 17) % 64
+    embedded: list[torch.Tensor] = []
+    model.embedding.register_forward_hook(lambda module, given, out: embedded.append(out))
     before, after = model(tokens, packing), model(changed, packing)
     others = torch.ones_like(tokens, dtype=torch.bool)
     others[0, 9:22] = False
     assert torch.equal(before[others], after[others])
     assert not torch.equal(before[~others], after[~others])
+    for own in (others, ~others):
+        loss = torch.nn.functional.cross_entropy(before[own], tokens[own])
+        (gradient,) = torch.autograd.grad(loss, embedded[0], retain_graph=True)
+        assert gradient[own].any(-1).all()
+        assert not gradient[~own].any()
 
 
 def test_a_packed_document_equals_the_document_alone(single_rank: None) -> None:

@@ -18,6 +18,7 @@ from k3train.config.rules_quant import check_quant, resolve_quant_backend
 from k3train.config.validate import validate, validate_machine
 from k3train.errors import UserError
 from k3train.hf.quant_policy import KEY, policy_of, with_policy
+from k3train.quant.fake import FakeQuant
 
 ON = ["quant.enabled=true", "quant.skip_stages=[]"]
 WRONG = [
@@ -70,6 +71,14 @@ def test_off_by_default_and_skipped_in_pretraining() -> None:
     assert quant.describe() == "mxfp4 weights (round_up) and mxfp8 inputs (round_up)"
 
 
+def test_k3_is_fine_tuned_in_the_format_that_it_ships_in() -> None:
+    config = load_recipe(["recipe=sft/k3"])
+    quant = policy_in_force(config.quant, config.stage.name)
+    assert quant is not None
+    assert quant.is_published_format
+    assert quant.policy() == QuantConfig().policy()
+
+
 def test_a_change_of_policy_is_said_and_a_change_of_backend_is_not() -> None:
     on = QuantConfig(enabled=True)
     assert said_change(None, None, "a", "b") is None
@@ -99,6 +108,15 @@ class TestBackends:
         assert resolve_quant_backend("auto", "cuda") == "triton"
         assert resolve_quant_backend("auto", "cpu") == "torch"
         assert resolve_quant_backend("te", "cuda") == "te"
+
+    def test_transformer_engine_on_a_gpu_without_mxfp8(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        quant, capability = QuantConfig(enabled=True, backend="te"), (9, 0)
+        monkeypatch.setattr(implementation.importlib.util, "find_spec", lambda name: object())
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+        with pytest.raises(UserError, match=r"needs a GPU of compute capability 10\.0 .* has 9\.0; .*backend=auto"):
+            FakeQuant(quant, "cuda")
+        capability = (10, 0)
+        assert FakeQuant(quant, "cuda").backend == "te"
 
     def test_before_any_rank_starts(self) -> None:
         recipe = ["recipe=pretrain/k3-tiny", "quant.enabled=true", "quant.backend=te"]

@@ -72,7 +72,7 @@ class Chat:
     stop = frozenset({END})
 
     def prompt(self, conversation: Any, show_effort: bool = True) -> tuple[int, ...]:
-        return (1000, int(conversation.messages[0]["content"][0]))
+        return (1000 if show_effort else 999, int(conversation.messages[0]["content"][0]))
 
     def answer(self, tokens: Sequence[int], thinking: bool) -> Completion:
         return Completion(response=" ".join(map(str, tokens)), complete=tokens[-1] == END, thinking_tokens=len(tokens))
@@ -120,6 +120,13 @@ def test_all_of_it_at_once() -> None:
     drawn = [g.task for g in [*first, *second]]
     assert len(set(drawn)) == 4  # an epoch has every task once
     assert rollouts().collect(Scripted(), 0)[0].task == drawn[0]
+
+
+def test_prompts_state_the_effort_unless_told_not_to() -> None:
+    shown, hidden = rollouts(effort="low"), rollouts(effort="low")
+    hidden.config.show_effort = False
+    assert [g.prompt[0] for g in shown.collect(Scripted(), 0)] == [1000, 1000]
+    assert [g.prompt[0] for g in hidden.collect(Scripted(), 0)] == [999, 999]
 
 
 def test_what_is_unfinished_goes_on_first() -> None:

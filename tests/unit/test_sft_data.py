@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import math
 import random
 from collections import Counter
 from pathlib import Path
@@ -13,6 +14,8 @@ import pytest
 import torch
 
 from k3train import cli
+from k3train.checkpoint.directory import copy_tokenizer
+from k3train.config.schema import ParallelConfig, RecipeConfig
 from k3train.config.sft import SftConfig
 from k3train.data.chat.dataset import ChatRows
 from k3train.data.chat.encoder import make_encoder
@@ -26,6 +29,7 @@ from k3train.data.chat.xtml import K3Template
 from k3train.data.loader import PretrainLoader
 from k3train.data.tokenizer import Tokenizer, load_tokenizer, train_tokenizer
 from k3train.errors import UserError
+from k3train.stages.sft import row_multiple
 
 SEQ = 160
 
@@ -70,6 +74,22 @@ def rows_of(
 ) -> ChatRows:
     encoded = encoded_set([str(folder / "train.jsonl")], SftConfig(), encoder, SEQ, folder / "cache", "train")
     return ChatRows(encoded, SEQ, batch, batching, 7, samples, encoder.tokenizer.pad, 4)
+
+
+@pytest.mark.parametrize("tensor", [1, 2, 8])
+@pytest.mark.parametrize("context", [1, 2, 6, 8, 32])
+@pytest.mark.parametrize("taps", [1, 4, 9])
+def test_the_shortest_row_gives_each_rank_what_a_convolution_looks_back_to(
+    tensor: int, context: int, taps: int
+) -> None:
+    """As `rules_parallel` asks of train.seq_length, which grouped rows are shorter than."""
+    config = RecipeConfig(parallel=ParallelConfig(tensor=tensor, context=context))
+    config.model.kda.conv_size = taps
+    multiple = row_multiple(config)
+    assert multiple % 16 == 0
+    assert multiple % (tensor * context) == 0
+    assert context == 1 or multiple // context >= taps - 1
+    assert multiple <= max(math.lcm(tensor * context, 16), 2 * context * (taps - 1))
 
 
 def naive_first_fit(lengths: list[int], order: list[int], capacity: int) -> list[list[int]]:
@@ -250,6 +270,12 @@ def test_other_models_templates_work_and_cannot_be_forged(tokenizer: Tokenizer, 
     assert trained == "<think>r</think>c <|im_start|><|im_end|>\ne<|im_end|>\n"
     prompt = encoder.prompt(conversation_of({"messages": given["messages"][:1]}, "row"))
     assert encoded.ids[: len(prompt)].tolist() == prompt
+    # In a file of its own it goes along with the tokenizer, as into a checkpoint.
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    (tmp_path / "chat_template.jinja").write_text(CHATML)
+    copy_tokenizer(tmp_path, tmp_path / "copy")
+    again = make_encoder(SftConfig(template="tokenizer"), load_tokenizer(tmp_path / "copy"), str(tmp_path / "copy"))
+    assert again.encode(conversation_of(given, "row")).ids.tolist() == encoded.ids.tolist()
 
 
 def test_templates_that_rewrite_or_refuse_are_told(tmp_path: Path) -> None:

@@ -18,11 +18,20 @@ from k3train.train import loop
 
 @pytest.mark.parametrize(("filename", "named"), [(None, "run.dir=there"), ("there/x", "there/x")])
 @pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize(("number", "code"), [(errno.ENOSPC, 74), (errno.ESTALE, 74), (errno.EACCES, 2)])
 def test_a_full_disk_is_one_sentence(
-    ranks: int, filename: str | None, named: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    number: int,
+    code: int,
+    ranks: int,
+    filename: str | None,
+    named: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
+    """A batch script requeues after 74, and never after 2, which is a recipe that cannot work."""
+
     def full(*_: Any) -> NoReturn:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), filename)
+        raise OSError(number, os.strerror(number), filename)
 
     def leave(code: int) -> NoReturn:
         raise SystemExit(code)
@@ -34,15 +43,16 @@ def test_a_full_disk_is_one_sentence(
     monkeypatch.setattr(os, "_exit", leave)
     config = RecipeConfig()
     config.run.dir = "there"
-    said = f"{named} cannot be written or read (No space left on device); see to space and rights there"
+    said = f"{named} cannot be written or read ({os.strerror(number)}); see to space and rights there"
     if ranks == 1:
         with pytest.raises(UserError) as caught:
             stages.run_stage(config)
         assert str(caught.value).startswith(said)
+        assert caught.value.exit_code == code
     else:
         with pytest.raises(SystemExit) as left:
             stages.run_stage(config)
         told = capfd.readouterr().err
-        assert left.value.code == 2
+        assert left.value.code == code
         assert told.startswith(f"k3train: rank 0: {said}")
         assert told.count("\n") == 1

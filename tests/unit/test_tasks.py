@@ -42,7 +42,7 @@ def solve(family: str, question: str) -> list[str]:
 def test_answers_are_right_and_efforts_differ_in_length(family: str, level: int) -> None:
     rng = random.Random(1)
     for _ in range(100):
-        problem = draw_problem(family, False, rng, level)
+        problem = draw_problem(family, "sft", rng, level)
         assert problem.answer.split() == solve(family, problem.question)
         low, high, most = (len(problem.reasoning(effort)) for effort in ("low", "high", "max"))
         assert low == 0 < high < most
@@ -54,34 +54,43 @@ def test_worked_steps_are_arithmetic_that_holds() -> None:
     rng = random.Random(2)
     for family, level in itertools.product(("add", "total"), LEVELS):
         for _ in range(80):
-            reasoning = draw_problem(family, False, rng, level).reasoning("max")
+            reasoning = draw_problem(family, "sft", rng, level).reasoning("max")
             for left, right in re.findall(r"([\d +]+) = ([\d ]+)", reasoning):
                 terms = [int(term.replace(" ", "")) for term in left.split("+")]
                 assert sum(terms) == int(right.replace(" ", ""))
 
 
-def test_splits_never_meet_whatever_the_seed() -> None:
-    def questions(rows: list[dict]) -> set[str]:
-        return {m["content"] for row in rows for m in row["messages"] if m["role"] == "user"}
+def questions(rows: list[dict]) -> set[str]:
+    return {m["content"] for row in rows for m in row["messages"] if m["role"] == "user"}
 
-    held_out = questions(draw_tasks(300, True, seed=1, level=2)) | questions(
-        draw_sessions(50, 4, seed=2, held_out=True)
+
+def test_splits_never_meet_whatever_the_seed() -> None:
+    held_out = questions(draw_tasks(300, "held_out", seed=1, level=2)) | questions(
+        draw_sessions(50, 4, seed=2, split="held_out")
     )
-    training = questions(draw_tasks(600, False, seed=3, level=2)) | questions(draw_sessions(300, 4, seed=1))
-    assert len(held_out) > 200
-    assert len(training) > 800
-    assert not held_out & training
+    reinforced = questions(draw_tasks(600, "rl", seed=3, level=2))
+    taught = questions(draw_tasks(100, "sft", seed=3, level=2)) | questions(draw_sessions(300, 4, seed=1))
+    assert min(len(held_out), len(reinforced), len(taught)) > 200
+    assert not held_out & taught
+    assert not held_out & reinforced
+    assert not reinforced & taught
 
 
 def test_the_smallest_level_holds_out_enough_and_keeps_apart() -> None:
-    held_out = {(row["family"], row["messages"][0]["content"]) for row in draw_tasks(180, True, seed=0, level=0)}
-    training = draw_sessions(600, 5, seed=0, level=0)
-    asked = {m["content"] for row in training for m in row["messages"] if m["role"] == "user"}
-    assert not {question for _, question in held_out} & asked
-    assert len(held_out) >= 90
+    held_out = {(row["family"], row["messages"][0]["content"]) for row in draw_tasks(360, "held_out", seed=0, level=0)}
+    reinforced = questions(draw_tasks(600, "rl", seed=0, level=0))
+    asked = questions(draw_sessions(600, 5, seed=0, level=0))
+    assert not {question for _, question in held_out} & (asked | reinforced)
+    assert not reinforced & asked
     for family in FAMILIES:  # a family with a handful of questions would measure luck
         assert sum(name == family for name, _ in held_out) >= 15, family
-    assert all(0 <= int(row["answer"]) < 10 for row in draw_tasks(90, False, 0, ("add", "total"), 0))
+    assert all(0 <= int(row["answer"]) < 10 for row in draw_tasks(90, "rl", 0, ("add", "total"), 0))
+
+
+def test_some_conversations_state_no_effort_and_think_as_at_any() -> None:
+    silent = [row for row in draw_sessions(600, 1, seed=0, level=0) if "thinking_effort" not in row]
+    assert 80 < len(silent) < 160
+    assert {bool(row["messages"][1]["reasoning"]) for row in silent} == {True, False}
 
 
 def test_the_tool_writes_the_same_files_for_the_same_seed(tmp_path: Path) -> None:

@@ -3,6 +3,8 @@
 import io
 import json
 import math
+import os
+import resource
 from pathlib import Path
 from typing import Any
 
@@ -154,6 +156,44 @@ def test_a_corrupt_line_in_the_middle_costs_only_itself(tmp_path: Path) -> None:
     assert keys_of(raw_lines(tmp_path)) == [("train", 1), ("train", 2)]
 
 
+def test_a_full_disk_holds_lines_up_and_loses_none(tmp_path: Path) -> None:
+    """The second step has room for the beginning of its line only; nothing torn stays, and later all is there, once."""
+    stream = io.StringIO()
+    telemetry = start(tmp_path, stream=stream, pictures=False)
+    telemetry.step(make_step(1))
+    path = tmp_path / METRICS_FILE
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + 100, hard))
+    try:
+        telemetry.step(make_step(2))
+        telemetry.evaluation({"loss": 4.0})
+        telemetry.step(make_step(3))
+        held_up = keys_of(raw_lines(tmp_path))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert held_up == [("train", 1)]
+    telemetry.step(make_step(4))
+    telemetry.finish("finished")
+    train_and_eval = [("train", 1), ("train", 2), ("eval", 2), ("train", 3), ("train", 4)]
+    assert [key for key in keys_of(raw_lines(tmp_path)) if key[0] != "event"] == train_and_eval
+    texts = [record["text"] for record in read_metrics(tmp_path, "event")]
+    assert f"step 2: {path} cannot be written (File too large): its lines are kept in memory" in texts[0]
+    assert texts[1] == f"step 4: {path} is written again; nothing of it is missing"
+    assert texts[2:] == ["run finished at step 4"]
+    assert stream.getvalue().count("WARNING: step 2: ") == 1
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no /dev/full here")
+def test_a_disk_that_stays_full_is_told_of_at_the_end(tmp_path: Path) -> None:
+    stream = io.StringIO()
+    telemetry = start(tmp_path, stream=stream, pictures=False)
+    (tmp_path / "samples.jsonl").symlink_to("/dev/full")
+    telemetry.table("samples", 1, [{"a": 1}, {"a": 2}])
+    telemetry.finish("finished")
+    said = f"WARNING: 2 lines of {tmp_path / 'samples.jsonl'} are lost (No space left on device): the disk took none"
+    assert stream.getvalue().splitlines()[-1] == said
+
+
 def test_a_fresh_start_in_a_used_directory_begins_at_nothing(tmp_path: Path) -> None:
     first = start(tmp_path)
     first.step(make_step(1))
@@ -161,7 +201,30 @@ def test_a_fresh_start_in_a_used_directory_begins_at_nothing(tmp_path: Path) -> 
     second.step(make_step(1, loss=1.25))
     second.finish("finished")
     assert [record["loss"] for record in read_metrics(tmp_path, "train")] == [1.25]
-    assert second.run_id != first.run_id
+    assert second.run_id == first.run_id  # a run that was killed before its first checkpoint is one run to W&B
+    assert not [record for record in read_metrics(tmp_path, "event") if record["level"] == "warning"]
+
+
+def test_a_first_attempt_without_a_step_is_another_run(tmp_path: Path) -> None:
+    first = start(tmp_path)
+    first.evaluation({"step": 0, "loss": 7.0})
+    assert start(tmp_path).run_id != first.run_id
+
+
+def test_lines_are_on_the_disk_when_a_checkpoint_is_to_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And where a power cut has taken them nevertheless, that is said."""
+    synced: list[int] = []
+    monkeypatch.setattr(os, "fsync", lambda number: synced.append(os.fstat(number).st_ino))
+    telemetry = start(tmp_path, pictures=False)
+    telemetry.step(make_step(3))
+    telemetry.table("samples", 3, [{"a": 1}])
+    telemetry.sync()
+    assert synced == [(tmp_path / name).stat().st_ino for name in (METRICS_FILE, "samples.jsonl")]
+    telemetry.finish("finished")
+    telemetry.sync()  # nothing is left to sync
+    start(tmp_path, start_step=5)
+    (warning,) = [record for record in read_metrics(tmp_path, "event") if record["level"] == "warning"]
+    assert "metrics.jsonl ends with step 3, and the checkpoint holds step 5" in warning["text"]
 
 
 def test_events_are_said_once_and_counted(tmp_path: Path) -> None:

@@ -146,6 +146,20 @@ def test_eta_ignores_one_slow_step(tmp_path: Path) -> None:
     assert "ETA 1m36s" in stream.getvalue().splitlines()[-1]
 
 
+def test_a_full_disk_ends_nothing(tmp_path: Path) -> None:
+    """Standard output may be a job's log on the same disk as train.log."""
+    full = open("/dev/full", "w")  # noqa: SIM115 - closing it fails
+    console = Console(tmp_path, 10, stream=full)
+    console._log.close()
+    console._log = open("/dev/full", "a")  # noqa: SIM115
+    console.step(make_step(1))
+    console.message("hello")
+    console.close()
+    assert console._log.closed
+    with pytest.raises(OSError, match="No space left"):  # it was full all the time
+        full.close()
+
+
 def test_console_off_keeps_the_log_only(tmp_path: Path) -> None:
     stream = io.StringIO()
     console = Console(tmp_path, 10, enabled=False, interactive=True, stream=stream)

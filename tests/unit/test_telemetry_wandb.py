@@ -161,12 +161,14 @@ def test_resuming_continues_the_same_run_without_sending_steps_twice(
         (resumed_dir / name).write_bytes((run_dir / name).read_bytes())
     telemetry = start(resumed_dir, wandb=OFFLINE, start_step=4)
     assert telemetry.run_id == run_id
+    telemetry.evaluation({"loss": 3.5})  # which the earlier process did not come to
     for step in range(5, 9):
         telemetry.step(make_step(step))
     telemetry.finish("interrupted")
     records = finished_records(only_file(resumed_dir))
     rows = history_of(records)
     assert [row["_step"] for row in rows if "loss/train" in row] == [7, 8]
+    assert [(row["_step"], row["loss/heldout"]) for row in rows if "loss/heldout" in row] == [(7, 3.5)]
     assert [record["step"] for record in read_metrics(resumed_dir, "train")] == list(range(1, 9))
     assert any("5 to 6" in record["text"] for record in read_metrics(resumed_dir, "event"))
     (exit_record,) = [record.exit for record in records if record.WhichOneof("record_type") == "exit"]
@@ -260,6 +262,56 @@ def test_a_service_that_dies_is_said_once_and_training_goes_on(tmp_path: Path, m
     (warning,) = train_three_steps(tmp_path)
     assert run.logged == [1]
     assert "ConnectionResetError: service process ended" in warning
+
+
+def test_a_resumed_run_has_to_be_there_and_is_begun_aloud_where_it_is_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class UsageError(Exception):
+        """As W&B raises where a run that must resume does not exist."""
+
+    class OneRun(DyingRun):
+        def log(self, data: dict[str, Any], step: int) -> None:
+            self.logged.append(step)
+
+    asked: list[tuple[str, str]] = []
+    existing: set[str] = set()
+    sent: list[list[int]] = []  # steps, by each start
+
+    def init(**options: Any) -> DyingRun:
+        asked.append((options["id"], options["resume"]))
+        if options["resume"] == "must" and options["id"] not in existing:
+            raise UsageError("does not exist")
+        existing.add(options["id"])
+        run = OneRun()
+        sent.append(run.logged)
+        return run
+
+    module = broken_wandb(
+        init=init,
+        Settings=lambda **options: options,
+        errors=types.SimpleNamespace(UsageError=UsageError),
+        teardown=lambda: asked.append(("", "stopped")),
+    )
+    monkeypatch.setitem(sys.modules, "wandb", module)
+    start(tmp_path, wandb=WandbSettings(mode="online")).step(make_step(1))
+    name = asked[0][0]
+    assert asked == [(name, "allow")]
+    # Killed before its first checkpoint: the same run, which is not sent the same step again.
+    again = start(tmp_path, wandb=WandbSettings(mode="online"))
+    assert asked[1:] == [(name, "must")]
+    again.step(make_step(1))
+    again.step(make_step(2))
+    assert sent == [[1], [2]]
+    asked[:] = [(name, "allow")]
+    start(tmp_path, wandb=WandbSettings(mode="online"), start_step=1)
+    assert asked[1:] == [(name, "must")]
+    assert not [r for r in read_metrics(tmp_path, "event") if r["level"] == "warning"]
+    existing.clear()
+    start(tmp_path, wandb=WandbSettings(mode="online"), start_step=1)
+    assert asked[2:] == [(name, "must"), ("", "stopped"), (name, "allow")]
+    (warning,) = [r["text"] for r in read_metrics(tmp_path, "event") if r["level"] == "warning"]
+    assert f"W&B has no run {name} in project" in warning
 
 
 def test_auto_is_online_only_with_a_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -41,7 +41,7 @@ class ChatRows(torch.utils.data.Dataset):
         multiple: int = 1,
     ) -> None:
         self.encoded, self._seq_length, self._batch, self._batching = encoded, seq_length, batch, batching
-        self._seed, self._num_samples, self._pad, self._multiple = seed, num_samples, pad_token, multiple
+        self._seed, self.num_samples, self._pad, self._multiple = seed, num_samples, pad_token, multiple
         lengths = encoded.lengths()
         if batching == "packed":
             self.rows = first_fit_decreasing(lengths.tolist(), seq_length, seed)
@@ -66,7 +66,7 @@ class ChatRows(torch.utils.data.Dataset):
         return float(self._row_lengths.sum()) / (len(self.rows) * self._seq_length)
 
     def __len__(self) -> int:
-        return self._num_samples
+        return self.num_samples
 
     def row_of(self, index: int) -> int:
         """Which of `rows` is sample `index`."""
@@ -81,8 +81,8 @@ class ChatRows(torch.utils.data.Dataset):
         return int(self._orders[epoch][place])
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        if not 0 <= index < self._num_samples:
-            raise IndexError(f"sample {index} of {self._num_samples}")
+        if not 0 <= index < self.num_samples:
+            raise IndexError(f"sample {index} of {self.num_samples}")
         return self._row(self.rows[self.row_of(index)], self._length_at(index))
 
     def _length_at(self, index: int) -> int:
