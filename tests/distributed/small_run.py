@@ -88,6 +88,22 @@ def train(rank: int, world_size: int, recipe: dict[str, Any], signal_at: int = 0
     return train_stage(PretrainStage, rank, world_size, recipe, signal_at)
 
 
+def train_until(stage: type, rank: int, world_size: int, recipe: dict[str, Any], stop_at: int) -> int:
+    """Run the recipe on this pool rank as if every rank was asked to stop in step `stop_at`; returns the exit code."""
+    from k3train.config.load import recipe_from_dict
+    from k3train.platform import Platform
+    from k3train.train import loop
+
+    class Stopping(loop.Trainer):
+        def _agree(self) -> int:
+            peak = super()._agree()
+            self.flag_raised = 15 if self.state.step == stop_at else 0
+            return peak
+
+    here = Platform("cpu", torch.device("cpu"), "gloo", rank, rank, world_size)
+    return loop.run_training(recipe_from_dict(recipe), stage, here, trainer=Stopping)
+
+
 def train_stage(
     stage: type,
     rank: int,

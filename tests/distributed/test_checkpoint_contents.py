@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from small_run import make_corpus, small_recipe
+from small_run import make_corpus, small_recipe, train_until
 from stored import newest
 
 from k3train.checkpoint import directory
@@ -92,10 +92,7 @@ def test_guards_are_saved_as_they_were_when_the_save_began(pool: Any, corpus: Pa
 
 def reading(rank: int, world_size: int, recipe: dict[str, Any], stop_at: int) -> list[list[tuple[int, ...]]]:
     """The samples that this rank trains on, step by step."""
-    from k3train.config.load import recipe_from_dict
-    from k3train.platform import Platform
     from k3train.stages.pretrain import PretrainStage
-    from k3train.train import loop
 
     read: list[list[tuple[int, ...]]] = []
 
@@ -105,14 +102,7 @@ def reading(rank: int, world_size: int, recipe: dict[str, Any], stop_at: int) ->
                 read.append([tuple(row.tolist()) for batch in batches for row in batch["tokens"]])
                 yield batches
 
-    class Stopping(loop.Trainer):
-        def _agree(self) -> int:
-            peak = super()._agree()
-            self.flag_raised = 15 if self.state.step == stop_at else 0
-            return peak
-
-    here = Platform("cpu", torch.device("cpu"), "gloo", rank, rank, world_size)
-    loop.run_training(recipe_from_dict(recipe), Reading, here, trainer=Stopping)
+    train_until(Reading, rank, world_size, recipe, stop_at)
     return read
 
 

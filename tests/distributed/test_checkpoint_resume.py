@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from small_run import lines, make_corpus, small_recipe, train
+from small_run import lines, make_corpus, small_recipe, train, train_until
 from stored import assert_same, newest, stored
 
 from k3train.checkpoint import directory, store
@@ -59,10 +59,7 @@ def told(run_dir: Path, words: str) -> list[dict[str, Any]]:
 
 def drawing(rank: int, world_size: int, recipe: dict[str, Any], stop_at: int = 0) -> tuple[int | str, list]:
     """Train, and draw from every generator when a step's data are fetched; returns the exit code and the draws."""
-    from k3train.config.load import recipe_from_dict
-    from k3train.platform import Platform
     from k3train.stages.pretrain import PretrainStage
-    from k3train.train import loop
 
     draws: list[tuple[float, float, float]] = []
 
@@ -77,14 +74,7 @@ def drawing(rank: int, world_size: int, recipe: dict[str, Any], stop_at: int = 0
                 draws.append((random.random(), float(np.random.rand()), float(torch.rand(()))))
                 yield batches
 
-    class Stopping(loop.Trainer):
-        def _agree(self) -> int:
-            peak = super()._agree()
-            self.flag_raised = 15 if self.state.step == stop_at else 0
-            return peak
-
-    here = Platform("cpu", torch.device("cpu"), "gloo", rank, rank, world_size)
-    return loop.run_training(recipe_from_dict(recipe), Drawing, here, trainer=Stopping), draws
+    return train_until(Drawing, rank, world_size, recipe, stop_at), draws
 
 
 def test_the_generators_of_every_rank_go_on(pool: Any, corpus: Path, tmp_path: Path) -> None:

@@ -201,14 +201,14 @@ def test_a_step_can_be_looked_at_and_discarded(pool: Any, corpus: Path, tmp_path
 
 @pytest.mark.parametrize("engine", ["megatron", "deepspeed"])
 def test_the_weights_of_either_engine_start_a_run(
-    pool: Any, corpus: Path, halves: dict, tmp_path: Path, engine: str
+    pool: Any, corpus: Path, megatron: dict, halves: dict, tmp_path: Path, engine: str
 ) -> None:
     """Both halves hold the same weights, so both runs begin with the same held-out loss; that of step 3."""
     run_dir, _ = halves[engine]
     changes = {"engine": "deepspeed", "deepspeed": SHARDED, "checkpoint__load": str(run_dir)}
     results = pool.run(train_deepspeed, 2, recipe(corpus, tmp_path, 1, **changes), timeout=TIMEOUT)
     assert [code for code, _ in results] == [0, 0]
-    at_three = next(line["loss"] for line in lines(run_dir, "eval") if line["step"] == 3)
+    at_three = next(line["loss"] for line in lines(megatron[6][0], "eval") if line["step"] == 3)
     assert lines(tmp_path, "eval")[0]["loss"] == pytest.approx(at_three, abs=CLOSE)
 
 

@@ -28,8 +28,10 @@ def jobs(cluster: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str, st
     (folder / "sweep.txt").write_text("optim.lr=1e-3\noptim.lr=2e-3 'optim.betas=[0.9, 0.99]'\n", encoding="utf-8")
     many = ("--nodes=2",)
     held = {"K3_TEST_HOLD": "2,2,2,2", "K3_SITE": str(folder / "site.sh")}
-    found = {"all": cluster.submit("run.name=all", f"train.steps={STEPS}", options=many, **held)}
-    found["clean"] = cluster.submit("run.name=clean", f"train.steps={STEPS}", options=many, K3_TEST_HOLD="")
+    # Evaluations come where a stop does, never where the test waits: a signal during one ends the run right behind it.
+    long = (f"train.steps={STEPS}", "train.eval_interval=4")
+    found = {"all": cluster.submit("run.name=all", *long, options=many, **held)}
+    found["clean"] = cluster.submit("run.name=clean", *long, options=many, K3_TEST_HOLD="")
     found["bad"] = cluster.submit("optim.learning_rate=1", options=many)
     found["sweep"] = cluster.submit(
         *("run.name=sweep", "train.steps=2", "train.eval_samples=0"),

@@ -12,17 +12,18 @@ GIB = 1024**3
 
 
 def test_bound_of_a_tiny_model_by_hand() -> None:
-    """k3-tiny on one rank in fp32: 16 bytes a parameter; 4 rows of 256 tokens, logits twice, 2 x 9 activations."""
+    """k3-tiny on one rank in fp32: weight, gradient, moments; 4 rows of 256 tokens, logits twice, 2 x 9 activations."""
     from k3train.config.parameters import parameter_count
 
-    config = load_recipe(["recipe=pretrain/k3-tiny", "parallel=single"])
-    parameters, activations = least_training_bytes(config, 1)
-    assert parameters == 16 * parameter_count(config.model)["total"]
+    for optim, bytes_each in (("adamw-tiny", 16), ("per-head-muon-tiny", 12)):
+        config = load_recipe(["recipe=pretrain/k3-tiny", "parallel=single", f"optim={optim}"])
+        parameters, activations = least_training_bytes(config, 1)
+        assert parameters == bytes_each * parameter_count(config.model)["total"]
     assert activations == 4 * 256 * (2 * 4 * 2048 + 4 * 18 * 128)
 
 
 def test_a_replica_adds_the_dense_part_only() -> None:
-    config = load_recipe(["recipe=pretrain/k3-tiny", "parallel=single"])
+    config = load_recipe(["recipe=pretrain/k3-tiny", "parallel=single", "optim=adamw-tiny"])
     one, _ = least_training_bytes(config, 1)
     two, _ = least_training_bytes(config, 2)
     experts = 16 * 3 * 96 * 64 * 8
