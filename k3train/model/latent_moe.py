@@ -10,16 +10,15 @@ from k3train.model.ffn import SharedExperts
 from k3train.model.router import QuantileBalancingRouter
 from k3train.model.transformer_config import K3TransformerConfig
 from k3train.parallel.balanced_dispatch import BalancedDispatcher
-from k3train.parallel.host_dispatch import HostDispatcher
 
 
 class StableLatentMoE(MoELayer):
     """y = shared(x) + up(RMSNorm(sum_i p_i expert_i(down(x)))), routed on x at full width.
 
     Megatron-Core routes, permutes and exchanges the tokens; the latent projections and the norm between the weighted
-    sum and the up projection are added here. Both projections run on sequence shards. On the CPU `HostDispatcher` puts
-    the tokens in order. With `parallel.balanced_experts` the exchange is `BalancedDispatcher`'s; it balances in
-    training, and in evaluation sends every token to its experts' home.
+    sum and the up projection are added here. Both projections run on sequence shards. With
+    `parallel.balanced_experts` the exchange is `BalancedDispatcher`'s; it balances in training, and in evaluation sends
+    every token to its experts' home.
     """
 
     def __init__(self, config: K3TransformerConfig, layer_number: int, is_mtp_layer: bool = False) -> None:
@@ -29,10 +28,6 @@ class StableLatentMoE(MoELayer):
         self.set_layer_number(layer_number)
         if config.balanced_experts:
             self.token_dispatcher = BalancedDispatcher(config, get_default_pg_collection())
-        elif config.use_cpu_initialization and config.moe_token_dispatcher_type == "alltoall":
-            self.token_dispatcher = HostDispatcher(
-                self.num_local_experts, self.local_expert_indices, config, get_default_pg_collection()
-            )
         latent = config.k3.moe.latent_size
         self.latent_down = spec.linear(config, config.hidden_size, latent) if latent else None
         self.latent_norm = spec.norm(config, latent or config.hidden_size) if config.k3.moe.latent_norm else None

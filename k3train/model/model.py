@@ -170,10 +170,9 @@ class K3Model(LanguageModule):
         return logits
 
     def _loss(self, labels: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
-        """Cross-entropies [b, s] of this rank's logits: in k3kernels' lean forms, as reference Megatron-Core's."""
-        kernels = resolve_kernels(self.config.k3.kernels, logits.device.type)
-        if kernels != "reference":
-            return shard_losses(logits, labels, self.tp_group, kernels)
+        """Cross-entropies [b, s] of this rank's logits: by the Triton kernel where it runs, else Megatron-Core's."""
+        if resolve_kernels(self.config.k3.kernels, logits.device.type) == "triton":
+            return shard_losses(logits, labels, self.tp_group)
         return self.compute_language_model_loss(labels, logits.float())
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None) -> dict:

@@ -46,13 +46,8 @@ def fused_kernels(config: RecipeConfig, kind: str) -> bool:
 
 
 def fused_loss(config: RecipeConfig, kind: str) -> bool:
-    """Whether the cross-entropy is k3kernels' Triton form (`K3Model._loss`)."""
+    """Whether the cross-entropy is k3kernels' Triton form (`K3Model._loss`), which writes no logits in fp32."""
     return fused_kernels(config, kind) and config.stage.name not in _LOSS_OF_ITS_OWN
-
-
-def lean_loss(config: RecipeConfig) -> bool:
-    """Whether the cross-entropy is a form of k3kernels' that writes no logits in fp32 (`K3Model._loss`)."""
-    return config.model.kernels != "reference" and config.stage.name not in _LOSS_OF_ITS_OWN
 
 
 class Activations:
@@ -69,7 +64,7 @@ class Activations:
         self.shard = self.tokens / self.tp
         self.stream = self.shard * self.model.hidden_size * self.e  # one [s / TP, b, h]
         self.recompute = p.recompute == "full"
-        self.lean, self.lean_loss = config.model.kernels != "reference", lean_loss(config)
+        self.lean, self.fused_loss = config.model.kernels != "reference", fused_loss(config, kind)
         self.quantized = policy_in_force(config.quant, config.stage.name) is not None
 
     def layer(self, index: int) -> Kept:
@@ -167,10 +162,9 @@ class Activations:
         moe, n = self.model.moe, self.dispatched_tokens()
         latent = moe.latent_size or self.model.hidden_size
         width = moe.expert_hidden_size / self.etp
-        # Megatron-Core's unfused permutation; on the CPU that of `HostDispatcher`.
-        index = self.shard * 8 * (moe.num_experts + moe.top_k if self.cuda else 3 * moe.top_k)
+        index = self.shard * (8 * moe.num_experts + 8 * moe.top_k)  # Megatron-Core's unfused permutation
         kept = n * (latent * self.e + (self._activation() + 1) * width * self.e + 4)
-        # What the weights multiply, in fp32. The lean forms of the activation keep its input and the weights alone.
+        # What the weights multiply, in fp32. The activation that weighs as well keeps its input and the weights alone.
         if moe.weight_placement == "after_w2":
             kept += n * latent * 4
         elif not self.lean:
@@ -204,8 +198,8 @@ class Activations:
         """The final norm and the cross-entropy over this rank's part of the vocabulary."""
         rows, padded = self._vocabulary_rows()
         norm = self.stream + 4 * self.shard + self._entered()
-        # Lean: the logits as they are, labels, the log of their sum. Else Megatron-Core's: exponentials in fp32.
-        kept = self.tokens * (rows * self.e + 8 + 4) if self.lean_loss else self.tokens * (rows * 4 + 1 + 8)
+        # Triton: the logits as they are, labels, the log of their sum. Else Megatron-Core's: exponentials in fp32.
+        kept = self.tokens * (rows * self.e + 8 + 4) if self.fused_loss else self.tokens * (rows * 4 + 1 + 8)
         return Kept({"residual stream": norm, "logits": kept + (self.tokens * rows if padded else 0.0)})
 
     def _vocabulary_rows(self) -> tuple[float, bool]:
@@ -234,9 +228,9 @@ class Activations:
         if head:
             rows, padded = self._vocabulary_rows()
             low = self.e if self.e == 2 else 0
-            # Lean: the gradient, in the logits' dtype, and once more where padding is masked. Else the logits as
+            # Triton: the gradient, in the logits' dtype, and once more where padding is masked. Else the logits as
             # computed, and a gradient in fp32.
-            each = self.e * (2 if padded else 1) if self.lean_loss else low + 4
+            each = self.e * (2 if padded else 1) if self.fused_loss else low + 4
             found["logits in the making"] = self.tokens * rows * each
         if self.cuda and any(not self.model.is_full_attention(i) for i in layers):
             kda = self.model.kda

@@ -10,6 +10,7 @@ import torch
 
 from k3kernels import kda, mx, quantile_balancing
 from k3kernels.backend import BACKENDS, resolve_backend, why_not_triton
+from k3kernels.cross_entropy.op import BACKENDS as LOSS_BACKENDS
 from k3kernels.kda.backend import BACKENDS as KDA_BACKENDS
 from k3kernels.kda.backend import MIN_FLA
 
@@ -45,7 +46,10 @@ class Choice:
 
 def _plain(name: str, what: str, backends: tuple[str, ...] = BACKENDS) -> Operation:
     def resolve(asked: str, device: torch.device) -> str:
-        return resolve_backend(name, asked, device, backends=backends)
+        if name == "cross_entropy" and asked == "torch":
+            asked = "reference"
+        found = resolve_backend(name, asked, device, backends=backends)
+        return found if found in backends else "reference"
 
     return Operation(name, what, tuple(backend for backend in backends if backend != "auto"), resolve)
 
@@ -60,7 +64,7 @@ OPERATIONS = (
     _plain("gated_rms_norm", "KDA's head-wise output norm and gate"),
     _plain("rms_norm", "RMSNorm, of sublayers and of the latent sum"),
     _plain("short_conv", "causal depthwise convolution with document boundaries"),
-    _plain("cross_entropy", "cross-entropy over a vocabulary shard"),
+    _plain("cross_entropy", "cross-entropy over a vocabulary shard", LOSS_BACKENDS),
     Operation("kda", "Kimi Delta Attention", tuple(name for name in KDA_BACKENDS if name != "auto"), _kda),
     Operation(
         "quantile_balancing",
@@ -105,7 +109,8 @@ def _why(operation: Operation, asked: str, used: str, device: torch.device) -> s
     if asked == "torch" and device.type == "cuda":
         return "model.kernels=torch"
     reason = why_not_triton(torch.device(device.type)) or "not asked for"
-    return reason.replace(f"the tensors are on {device.type}", f"the kernel needs CUDA, this is {device.type}")
+    reason = reason.replace(f"the tensors are on {device.type}", f"the kernel needs CUDA, this is {device.type}")
+    return f"{reason}; in training Megatron-Core's loss" if operation.name == "cross_entropy" else reason
 
 
 def choices(device: torch.device, asked: str = "auto") -> list[Choice]:

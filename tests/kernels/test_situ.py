@@ -110,8 +110,8 @@ def test_keeps_only_its_inputs(op, dtype) -> None:
 
 def test_situ_in_fp32_on_a_cpu_keeps_three_numbers_for_two_and_nothing_without_gradients() -> None:
     fused, weights = torch.randn(16, 8, requires_grad=True), torch.rand(16)
-    assert [t.shape for t in _saved(situ_glu, *_inputs(16, 8))] == [(3, 16, 8)]
-    assert sorted(t.numel() for t in _saved(fused_glu, fused, weights)) == [16, 3 * 16 * 4]
+    assert [t.shape for t in _saved(situ_glu, *_inputs(16, 8))] == 3 * [(16, 8)]
+    assert sorted(t.numel() for t in _saved(fused_glu, fused, weights)) == [16, *3 * [16 * 4]]
     with torch.no_grad():
         assert not _saved(fused_glu, fused, weights)
 

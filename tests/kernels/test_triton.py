@@ -97,7 +97,7 @@ def test_the_device_decides_and_what_is_asked_for_is_not_replaced() -> None:
 def test_the_registry_says_what_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     on_cpu = {choice.operation: choice for choice in choices(torch.device("cpu"))}
     assert set(on_cpu) == {operation.name for operation in OPERATIONS}
-    assert {choice.used for choice in on_cpu.values()} == {"torch", "chunk"}
+    assert {choice.used for choice in on_cpu.values()} == {"torch", "chunk", "reference"}
     assert "this is cpu" in on_cpu["mix"].why
     assert "fla-core >= 0.6.0" in on_cpu["kda"].why
     on_cuda = {choice.operation: choice.used for choice in choices(torch.device("cuda"))}

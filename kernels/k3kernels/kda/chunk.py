@@ -13,7 +13,8 @@ Inside a chunk, with ``G`` the cumulative log-decay, ``S`` the state before the 
 Everything but ``new`` and ``S'`` is done for all chunks, heads and documents at once.
 
 With the floor of K3 the cumulative log-decay of 16 tokens lies in (-80, 0): split evenly around a constant anchor,
-``exp(G + 40)`` and ``exp(-G - 40)`` are both well inside the fp32 range, and P and N are plain matrix products.
+``exp(G) exp(40)`` and its reciprocal are both well inside the fp32 range, and P and N are plain matrix products. The
+anchor is a factor, not a term of the exponent: G + 40 would be rounded at the size of 40, which is ten times coarser.
 Without such a floor ``halving.py`` makes them. No exponent is anchored at a later token.
 """
 
@@ -41,7 +42,7 @@ class _Chunks(NamedTuple):
     v: Tensor  # [M, C, V]
     beta: Tensor  # [M, C, 1]
     G: Tensor | None  # [M, C, K] cumulative log-decay, fp64; only for decays without a floor
-    decay: Tensor  # [M, C, K] exp(G + shift)
+    decay: Tensor  # [M, C, K] exp(G) exp(shift)
     tail: Tensor  # [M, C, K] exp(G_C - G)
     rows: Tensor  # [M, 2, C, K] scale * q * decay, and beta * k * decay
     P: Tensor  # [M, C, C]
@@ -60,11 +61,6 @@ def _running_sum_(x: Tensor, reverse: bool = False) -> Tensor:
     return x
 
 
-def _lower(chunk: int, like: Tensor, diagonal: int = 0) -> Tensor:
-    """Ones under the diagonal and on it, [C, C]: a product with them is several times faster than tril of a batch."""
-    return torch.ones(chunk, chunk, dtype=like.dtype, device=like.device).tril_(diagonal)
-
-
 def _prepare(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, scale: float, shift: float | None
 ) -> tuple[Tensor | None, ...]:
@@ -76,7 +72,7 @@ def _prepare(
     rows = q.new_empty(q.shape[0], 2, chunk, key_dim)
     if shift is not None:
         G = None
-        decay = _running_sum_(g).add_(shift).exp_()
+        decay = _running_sum_(g).exp_().mul_(math.exp(shift))
         torch.mul(q, decay, out=rows[:, 0]).mul_(scale)
         torch.mul(k, decay, out=rows[:, 1]).mul_(beta)
         cols = k / decay
@@ -93,7 +89,7 @@ def _prepare(
         rows *= decay.unsqueeze(1)
         tail = (G[:, -1:] - G).to(g.dtype).exp_()
         unshift = 1.0
-    P = scores[:, 0] * _lower(chunk, scores)
+    P = scores[:, 0].tril()
     # Only the part under the diagonal is read.
     eye = torch.eye(chunk, dtype=q.dtype, device=q.device).expand_as(P)
     inverse = torch.linalg.solve_triangular(scores[:, 1], eye, upper=False, unitriangular=True)
@@ -197,14 +193,13 @@ def _inputs_backward(
     grad_WU = torch.cat([through_state[:, chunk:].neg(), grad_new], dim=-1)
     grad_right = torch.bmm(inverse.transpose(1, 2), grad_WU)
     grad_scores = rows.new_empty(rows.shape[0], 2, chunk, chunk)
-    before = _lower(chunk, rows, diagonal=-1)
-    through_P = torch.bmm(grad_o, new.transpose(1, 2))
+    grad_scores[:, 0] = torch.bmm(grad_o, new.transpose(1, 2)).tril_()
     # No decay lies between a token and itself. Left in, the diagonal would cancel out of the gates' gradient only
     # to rounding, which is much where the decay is strong; so it is taken apart.
-    diagonal = through_P.diagonal(dim1=1, dim2=2).unsqueeze(-1)
-    torch.mul(through_P, before, out=grad_scores[:, 0])
+    diagonal = grad_scores[:, 0].diagonal(dim1=1, dim2=2).unsqueeze(-1).clone()
+    grad_scores[:, 0].diagonal(dim1=1, dim2=2).zero_()
     # From X = (I + N)^-1: dN = -X^T dX X^T, and here dX X^T = d[W|U] [W|U]^T.
-    torch.mul(torch.bmm(grad_right, WU.transpose(1, 2)), -before, out=grad_scores[:, 1])
+    grad_scores[:, 1] = torch.bmm(grad_right, WU.transpose(1, 2)).neg_().tril_(-1)
     grad_rows = torch.stack([through_state[:, :chunk], grad_right[..., :key_dim]], dim=1)
     if shift is None:
         grad_rows *= decay.unsqueeze(1)

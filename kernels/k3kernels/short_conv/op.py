@@ -1,6 +1,5 @@
 """Short causal depthwise convolution with document boundaries, as shifted multiply-adds."""
 
-from collections.abc import Iterator
 from functools import lru_cache
 
 import torch
@@ -41,31 +40,15 @@ def _padded_rows(
     return token_rows.to(device), history_rows.to(device), final_rows.to(device)
 
 
-# Elements of a tile of rows: with its taps' products well inside a CPU's second cache in fp32.
-_TILE_ELEMENTS = {"cpu": 1 << 14}
+def _pre_activation(padded: Tensor, taps: Tensor) -> Tensor:
+    """``z[r] = sum_j taps[W-1-j] * padded[r-j]`` for every row; only tokens' rows matter. ``taps`` is [W, D].
 
-
-def _tiles(padded: Tensor, width: int) -> Iterator[tuple[int, int]]:
-    """Ends of pieces of ``padded``, of no fewer rows than taps: all at once where there is no CPU's cache."""
-    rows = max(width, _TILE_ELEMENTS.get(padded.device.type, padded.numel()) // max(padded.shape[1], 1))
-    return ((first, min(first + rows, len(padded))) for first in range(0, len(padded), rows))
-
-
-def _pre_activation(padded: Tensor, taps: Tensor, first: int, last: int) -> Tensor:
-    """``z[r] = sum_j taps[W-1-j] * padded[r-j]`` for rows ``first`` to ``last``; only tokens' rows matter.
-
-    Added up from the oldest token on, as ``conv1d`` does: on the CPU the two then agree to the last bit. ``taps`` is
-    [W, D] in the dtype of the result.
+    Added up from the oldest token on, as ``conv1d`` does: on the CPU the two then agree to the last bit.
     """
-    reach = len(taps) - 1
-    # The first rows of all belong to histories, which have no past: any number will do there.
-    start = min(max(first, reach), last)
-    wide = padded[max(0, start - reach) : last].to(taps.dtype)
-    z = wide.new_zeros(last - first, wide.shape[1])
-    rows, made = last - start, z[start - first :]
-    torch.mul(wide[:rows], taps[0], out=made)
-    for age, tap in enumerate(taps[1:], start=1):
-        made.addcmul_(wide[age : age + rows], tap)
+    last = len(taps) - 1
+    z = torch.zeros_like(padded)
+    for shift in range(last, -1, -1):
+        z[shift:].addcmul_(padded[: len(padded) - shift], taps[last - shift])
     return z
 
 
@@ -85,63 +68,46 @@ class _ShortConv(torch.autograd.Function):
         initial_state: Tensor | None,
         bounds: tuple[tuple[int, int], ...],
         silu: bool,
-        want_final: bool,
-    ) -> tuple[Tensor, Tensor | None]:
+    ) -> tuple[Tensor, Tensor]:
         width = weight.shape[1]
         token_rows, history_rows, final_rows = _padded_rows(bounds, width - 1, x.device)
-        padded = x.new_empty(token_rows.numel() + history_rows.numel(), x.shape[1])
+        padded = x.new_zeros(token_rows.numel() + history_rows.numel(), x.shape[1])
         padded.index_copy_(0, token_rows, x)
-        padded[history_rows] = 0 if initial_state is None else initial_state.to(x.dtype).transpose(1, 2)
-        taps = _taps(weight, torch.promote_types(x.dtype, torch.float32))
-        made = torch.empty_like(padded)
-        for first, last in _tiles(padded, len(taps)):
-            z = _pre_activation(padded, taps, first, last)
-            made[first:last] = F.silu(z, inplace=True) if silu else z
-        ctx.set_materialize_grads(False)
+        if initial_state is not None:
+            padded[history_rows] = initial_state.to(x.dtype).transpose(1, 2)
+        dtype = torch.promote_types(x.dtype, torch.float32)
+        z = _pre_activation(padded.to(dtype), _taps(weight, dtype)).index_select(0, token_rows)
+        final_state = padded[final_rows].transpose(1, 2)
         ctx.save_for_backward(padded, weight, token_rows, history_rows, final_rows)
         ctx.silu = silu
         ctx.state_dtype = None if initial_state is None else initial_state.dtype
-        final_state = padded[final_rows].transpose(1, 2) if want_final else None
-        return made.index_select(0, token_rows), final_state
+        return (F.silu(z) if silu else z).to(x.dtype), final_state
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: FunctionCtx, grad_y: Tensor | None, grad_final: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(ctx: FunctionCtx, grad_y: Tensor, grad_final: Tensor) -> tuple[Tensor | None, ...]:
         padded, weight, token_rows, history_rows, final_rows = ctx.saved_tensors
-        taps = _taps(weight, torch.promote_types(padded.dtype, torch.float32))
+        dtype = torch.promote_types(padded.dtype, torch.float32)
+        wide, taps = padded.to(dtype), _taps(weight, dtype)
+        grad_z = grad_y.to(dtype)
+        if ctx.silu:
+            z = _pre_activation(wide, taps).index_select(0, token_rows)
+            grad_z = torch.ops.aten.silu_backward(grad_z, z)
         # Rows of histories stay 0, so that nothing flows between documents.
-        grad_z = torch.zeros_like(padded, dtype=taps.dtype)
-        if grad_y is not None:
-            grad_z.index_copy_(0, token_rows, grad_y.to(taps.dtype))
-        grad_taps = _through_activation(padded, taps, grad_z, ctx.silu)
-        grad_padded = torch.empty_like(grad_z)
-        for first, last in _tiles(padded, len(taps)):
-            part = torch.mul(grad_z[first:last], taps[-1], out=grad_padded[first:last])
-            for shift, tap in enumerate(reversed(taps[:-1].unbind(0)), start=1):
-                later = grad_z[first + shift : last + shift]
-                part[: len(later)].addcmul_(later, tap)
-        if grad_final is not None:
-            grad_padded.index_put_((final_rows,), grad_final.to(taps.dtype).transpose(1, 2), accumulate=True)
+        grad_rows = torch.zeros_like(wide).index_copy_(0, token_rows, grad_z)
+        rows, last = len(wide), len(taps) - 1
+        grad_taps = torch.empty_like(taps)
+        grad_padded = grad_rows * taps[last]
+        grad_taps[last] = (grad_rows * wide).sum(dim=0)
+        for shift in range(1, last + 1):
+            grad_padded[: rows - shift].addcmul_(grad_rows[shift:], taps[last - shift])
+            grad_taps[last - shift] = (grad_rows[shift:] * wide[: rows - shift]).sum(dim=0)
+        grad_padded.index_put_((final_rows,), grad_final.to(dtype).transpose(1, 2), accumulate=True)
         grad_x = grad_padded.index_select(0, token_rows).to(padded.dtype)
         grad_state = None
         if ctx.state_dtype is not None:
             grad_state = grad_padded[history_rows].transpose(1, 2).to(ctx.state_dtype)
-        return grad_x, grad_taps.t().to(weight.dtype), grad_state, None, None, None
-
-
-def _through_activation(padded: Tensor, taps: Tensor, grad_z: Tensor, silu: bool) -> Tensor:
-    """Turn the gradient of the result in ``grad_z`` into the pre-activation's; returns that of the taps [W, D]."""
-    grad_taps = torch.zeros_like(taps)
-    for first, last in _tiles(padded, len(taps)):
-        part = grad_z[first:last]
-        if silu:
-            z = _pre_activation(padded, taps, first, last)
-            torch.ops.aten.silu_backward.grad_input(part, z, grad_input=part)
-        for shift in range(len(taps)):
-            skipped = max(0, shift - first)
-            values = padded[max(0, first - shift) : last - shift].to(taps.dtype)
-            grad_taps[len(taps) - 1 - shift] += (part[skipped:] * values).sum(dim=0)
-    return grad_taps
+        return grad_x, grad_taps.t().to(weight.dtype), grad_state, None, None
 
 
 def short_conv(
@@ -205,8 +171,6 @@ def short_conv(
         return short_conv_triton(x, weight, cu_seqlens, initial_state, output_final_state, activation == "silu")
     else:
         flat = x.reshape(-1, x.shape[2])
-        y, final_state = _ShortConv.apply(
-            flat, weight, initial_state, bounds, activation == "silu", output_final_state
-        )
+        y, final_state = _ShortConv.apply(flat, weight, initial_state, bounds, activation == "silu")
         y = y.view(x.shape)
     return y, final_state if output_final_state else None

@@ -1,6 +1,6 @@
 """Gated activations that keep no more for the backward pass than their inputs, or three numbers for two of them."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -33,99 +33,78 @@ def _in_compute_dtype(*tensors: Tensor) -> list[Tensor]:
 
 
 class _Glu(torch.autograd.Function):
-    """The PyTorch form of all of them, by tiles of rows whose temporaries stay in a CPU's cache."""
-
-    @staticmethod
-    def forward(ctx: FunctionCtx, gate: Tensor, up: Tensor, situ: bool, beta: float, linear_beta: float) -> Tensor:
-        ctx.settings = (situ, beta, linear_beta)
-        kept = _room(ctx, gate, situ)
-        ctx.save_for_backward(*((gate, up) if kept is None else (kept,)))
-        return _forward(gate, up, None, kept, *ctx.settings)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: FunctionCtx, grad_out: Tensor) -> tuple[Tensor | None, ...]:
-        grads = grad_out.new_empty(grad_out.shape), grad_out.new_empty(grad_out.shape)
-        _backward(ctx.saved_tensors, None, grad_out, grads, *ctx.settings)
-        return *(grad if needed else None for grad, needed in zip(grads, ctx.needs_input_grad)), None, None, None
-
-
-class _FusedGlu(torch.autograd.Function):
-    """`_Glu` from one projection's output to the weighted activation; one gradient tensor back."""
+    """The PyTorch form of all of them, each row times its weight where there are weights."""
 
     @staticmethod
     def forward(
-        ctx: FunctionCtx, fused: Tensor, weights: Tensor, situ: bool, beta: float, linear_beta: float
+        ctx: FunctionCtx, gate: Tensor, up: Tensor, weights: Tensor | None, situ: bool, beta: float, linear_beta: float
     ) -> Tensor:
         ctx.settings = (situ, beta, linear_beta)
-        halves = fused.chunk(2, dim=-1)
-        kept = _room(ctx, halves[0], situ)
-        ctx.save_for_backward(weights, fused if kept is None else kept)
-        return _forward(*halves, weights, kept, *ctx.settings)
+        hidden, parts = _forward(gate, up, weights, *ctx.settings)
+        kept = parts if _keeps_parts(gate, situ) else (gate, up)
+        ctx.save_for_backward(weights, *kept)
+        return hidden
 
     @staticmethod
     @once_differentiable
     def backward(ctx: FunctionCtx, grad_out: Tensor) -> tuple[Tensor | None, ...]:
-        weights, saved = ctx.saved_tensors
+        weights, *saved = ctx.saved_tensors
+        grads = grad_out.new_empty(grad_out.shape), grad_out.new_empty(grad_out.shape)
+        grad_weights = _backward(saved, weights, grad_out, grads, *ctx.settings)
+        halves = (grad if needed else None for grad, needed in zip(grads, ctx.needs_input_grad))
+        return *halves, grad_weights, None, None, None
+
+
+class _FusedGlu(torch.autograd.Function):
+    """`_Glu` of the halves of one projection's output; one gradient tensor back."""
+
+    @staticmethod
+    def forward(
+        ctx: FunctionCtx, fused: Tensor, weights: Tensor | None, situ: bool, beta: float, linear_beta: float
+    ) -> Tensor:
+        ctx.settings = (situ, beta, linear_beta)
+        gate, up = fused.chunk(2, dim=-1)
+        hidden, parts = _forward(gate, up, weights, *ctx.settings)
+        ctx.save_for_backward(weights, *(parts if _keeps_parts(gate, situ) else (fused,)))
+        return hidden
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: FunctionCtx, grad_out: Tensor) -> tuple[Tensor | None, ...]:
+        weights, *saved = ctx.saved_tensors
         grad = grad_out.new_empty(*grad_out.shape[:-1], 2 * grad_out.shape[-1])
-        inputs = saved.chunk(2, dim=-1) if saved.dim() == grad.dim() else (saved,)
+        inputs = saved[0].chunk(2, dim=-1) if len(saved) == 1 else saved
         grad_weights = _backward(inputs, weights, grad_out, grad.chunk(2, dim=-1), *ctx.settings)
-        return grad, grad_weights.to(weights.dtype), None, None, None
+        return grad, grad_weights, None, None, None
 
 
-# Elements of a tile of gate: with up, the gradient and the temporaries under half a megabyte in fp32.
-_TILE_ELEMENTS = 1 << 14
+def _keeps_parts(gate: Tensor, situ: bool) -> bool:
+    """Whether SiTU's two tanh and sigmoid are kept for the backward, three numbers for gate and up.
 
-
-def _room(ctx: FunctionCtx, gate: Tensor, situ: bool) -> Tensor | None:
-    """Where SiTU's two tanh and sigmoid are kept for the backward, [3, *gate]; None: it keeps its inputs.
-
-    On a CPU a tanh costs as much as fifteen products, so half as many numbers more are kept than the inputs hold; where
-    they would have to be widened it is not done.
+    On a CPU a tanh costs as much as ten products. Where they would be wider than gate and up it is not done.
     """
-    if not situ or gate.device.type != "cpu" or gate.dtype not in (torch.float32, torch.float64):
-        return None
-    return gate.new_empty(3, *gate.shape) if any(ctx.needs_input_grad) else None
-
-
-def _tiles(*tensors: Tensor | None) -> Iterator[tuple[Tensor | None, ...]]:
-    """Rows of tensors [..., f], and of weights [...], tile by tile; all at once where there is no CPU's cache."""
-    first = tensors[0]
-    last_dim = first.dim() - 2
-    flat = [None if x is None else (x.flatten(0, last_dim) if last_dim >= 0 else x.unsqueeze(0)) for x in tensors]
-    count, width = flat[0].shape
-    rows = max(1, _TILE_ELEMENTS // max(width, 1)) if first.device.type == "cpu" else max(1, count)
-    for start in range(0, count, rows):
-        yield tuple(None if x is None else x[start : start + rows] for x in flat)
+    return situ and gate.device.type == "cpu" and gate.dtype in (torch.float32, torch.float64)
 
 
 def _forward(
-    gate: Tensor, up: Tensor, weights: Tensor | None, kept: Tensor | None, situ: bool, beta: float, linear_beta: float
-) -> Tensor:
-    out = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
-    room = (None, None, None) if kept is None else kept.unbind(0)
-    for gate_rows, up_rows, out_rows, weight, *into in _tiles(gate, up, out, weights, *room):
-        g, u = _in_compute_dtype(gate_rows, up_rows)
-        if situ:
-            hidden = _situ(*_situ_parts(g, u, beta, linear_beta, into), beta, linear_beta)
-        else:
-            hidden = torch.sigmoid(g).mul_(g).mul_(u)
-        if weight is not None:
-            hidden = hidden.to(gate.dtype).to(hidden.dtype) * weight.unsqueeze(-1)
-        out_rows.copy_(hidden)
-    return out
+    gate: Tensor, up: Tensor, weights: Tensor | None, situ: bool, beta: float, linear_beta: float
+) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """The activation, and the parts that it is made of (see `_parts`)."""
+    parts = _parts(*_in_compute_dtype(gate, up), situ, beta, linear_beta)
+    hidden = (parts[0] * parts[1]).mul_(parts[2])
+    if situ:
+        hidden.mul_(beta * linear_beta)
+    if weights is not None:
+        # Rounded before the weight meets it, as where that is an operation by itself.
+        hidden = hidden.to(gate.dtype).to(hidden.dtype).mul_(weights.unsqueeze(-1))
+    return hidden.to(gate.dtype), parts
 
 
-def _situ_parts(
-    g: Tensor, u: Tensor, beta: float, linear_beta: float, into: Sequence[Tensor | None] = (None, None, None)
-) -> tuple[Tensor, Tensor, Tensor]:
-    """tanh(g / beta), sigmoid(g) and tanh(u / linear_beta), written to ``into`` where it is given."""
-    gate_tanh = torch.div(g, beta, out=into[0]).tanh_()
-    return gate_tanh, torch.sigmoid(g, out=into[1]), torch.div(u, linear_beta, out=into[2]).tanh_()
-
-
-def _situ(gate_tanh: Tensor, gate_sigmoid: Tensor, up_tanh: Tensor, beta: float, linear_beta: float) -> Tensor:
-    return (gate_tanh * gate_sigmoid).mul_(up_tanh).mul_(beta * linear_beta)
+def _parts(g: Tensor, u: Tensor, situ: bool, beta: float, linear_beta: float) -> tuple[Tensor, Tensor, Tensor]:
+    """tanh(g / beta), sigmoid(g) and tanh(u / linear_beta) of SiTU; g, sigmoid(g) and u of SwiGLU."""
+    if not situ:
+        return g, torch.sigmoid(g), u
+    return torch.div(g, beta).tanh_(), torch.sigmoid(g), torch.div(u, linear_beta).tanh_()
 
 
 def _backward(
@@ -139,46 +118,44 @@ def _backward(
 ) -> Tensor | None:
     """Write the gradients of gate and up to ``grads``; returns those of the weights.
 
-    ``saved`` holds gate and up, or what `_room` kept.
+    ``saved`` holds gate and up, or their parts.
     """
-    dtype = torch.promote_types(grad_out.dtype, torch.float32)
-    grad_weights = None if weights is None else torch.empty(weights.shape, dtype=dtype, device=grad_out.device)
-    inputs = saved if len(saved) == 2 else saved[0].unbind(0)
-    for grad_rows, to_gate, to_up, weight, to_weight, *values in _tiles(
-        grad_out, *grads, weights, grad_weights, *inputs
-    ):
-        grad, *values = _in_compute_dtype(grad_rows, *values)
+    grad, *saved = _in_compute_dtype(grad_out, *saved)
+    parts = saved if len(saved) == 3 else _parts(*saved, situ, beta, linear_beta)
+    grad_weights = None
+    if weights is not None:
+        hidden = (parts[0] * parts[1]).mul_(parts[2])
         if situ:
-            parts = values if len(values) == 3 else _situ_parts(*values, beta, linear_beta)
-            hidden = None if weight is None else _situ(*parts, beta, linear_beta)
-        else:
-            parts = torch.sigmoid(values[0]), *values
-            hidden = None if weight is None else (parts[0] * parts[1]).mul_(parts[2])
-        if weight is not None:
-            # Rounded where autograd would round.
-            torch.sum(hidden.to(grad_out.dtype).to(dtype).mul_(grad), dim=-1, out=to_weight)
-            grad = (grad * weight.unsqueeze(-1)).to(grad_out.dtype).to(dtype)
-        slopes = _situ_slopes(*parts, grad, beta, linear_beta) if situ else _swiglu_slopes(*parts, grad)
-        to_gate.copy_(slopes[0])
-        to_up.copy_(slopes[1])
+            hidden.mul_(beta * linear_beta)
+        # Rounded where autograd would round.
+        grad_weights = hidden.to(grad_out.dtype).to(grad.dtype).mul_(grad).sum(dim=-1).to(weights.dtype)
+        grad = (grad * weights.unsqueeze(-1)).to(grad_out.dtype).to(grad.dtype)
+    if situ:
+        _situ_slopes(*parts, grad, grads, beta, linear_beta)
+    else:
+        _swiglu_slopes(*parts, grad, grads)
     return grad_weights
 
 
 def _situ_slopes(
-    gate_tanh: Tensor, gate_sigmoid: Tensor, up_tanh: Tensor, grad: Tensor, beta: float, linear_beta: float
-) -> tuple[Tensor, Tensor]:
+    a: Tensor, s: Tensor, t: Tensor, grad: Tensor, grads: Sequence[Tensor], beta: float, linear_beta: float
+) -> None:
+    """``a``, ``s``, ``t``: tanh(g / beta), sigmoid(g) and tanh(u / linear_beta)."""
+    scaled = grad * s
     # d/dg [beta tanh(g/beta) sigmoid(g)] = sigmoid(g) (1 - tanh^2 + beta tanh (1 - sigmoid(g)))
-    of_gate = (1 - gate_sigmoid).mul_(gate_tanh).mul_(beta).add_(1).sub_(gate_tanh.square())
-    of_gate.mul_(gate_sigmoid).mul_(up_tanh).mul_(grad).mul_(linear_beta)
+    slope = torch.add(a, s, alpha=beta).sub_(beta)  # 1 - a of this, times linear_beta
+    torch.addcmul(a.new_tensor(linear_beta), a, slope, value=-linear_beta, out=slope)
+    grads[0].copy_(slope.mul_(t).mul_(scaled))
     # d/du [linear_beta tanh(u/linear_beta)] = 1 - tanh^2
-    of_up = up_tanh.square().neg_().add_(1)
-    return of_gate, of_up.mul_(gate_tanh).mul_(gate_sigmoid).mul_(grad).mul_(beta)
+    scaled.mul_(a).mul_(beta)
+    torch.mul(scaled, t, out=slope)
+    grads[1].copy_(scaled.addcmul_(slope, t, value=-1))
 
 
-def _swiglu_slopes(gate_sigmoid: Tensor, g: Tensor, u: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
+def _swiglu_slopes(g: Tensor, s: Tensor, u: Tensor, grad: Tensor, grads: Sequence[Tensor]) -> None:
     # d/dg [g sigmoid(g)] = sigmoid(g) (1 + g (1 - sigmoid(g)))
-    of_gate = (1 - gate_sigmoid).mul_(g).add_(1).mul_(gate_sigmoid)
-    return of_gate.mul_(u).mul_(grad), (gate_sigmoid * g).mul_(grad)
+    grads[0].copy_((1 - s).mul_(g).add_(1).mul_(s).mul_(u).mul_(grad))
+    grads[1].copy_((s * g).mul_(grad))
 
 
 class _TritonGlu(torch.autograd.Function):
@@ -254,7 +231,7 @@ def situ_glu(
         return situ_glu_reference(gate, up, beta, linear_beta)
     if chosen == "triton":
         return _TritonGlu.apply(gate, up, True, beta, linear_beta)
-    return _Glu.apply(gate, up, True, beta, linear_beta)
+    return _Glu.apply(gate, up, None, True, beta, linear_beta)
 
 
 def swiglu(gate: Tensor, up: Tensor, *, backend: str = "auto") -> Tensor:
@@ -268,7 +245,7 @@ def swiglu(gate: Tensor, up: Tensor, *, backend: str = "auto") -> Tensor:
         return swiglu_reference(gate, up)
     if chosen == "triton":
         return _TritonGlu.apply(gate, up, False, 1.0, 1.0)
-    return _Glu.apply(gate, up, False, 1.0, 1.0)
+    return _Glu.apply(gate, up, None, False, 1.0, 1.0)
 
 
 def fused_glu(
@@ -309,7 +286,7 @@ def fused_glu(
     chosen = resolve_backend("fused_glu", backend, fused.device, fused.dtype)
     if chosen == "triton":
         return _TritonFusedGlu.apply(fused, weights, activation == "situ", beta, linear_beta)
-    if weights is not None and chosen == "torch":
+    if chosen == "torch":
         return _FusedGlu.apply(fused, weights, activation == "situ", beta, linear_beta)
     if activation == "situ":
         hidden = situ_glu(gate, up, beta, linear_beta, backend=chosen)
