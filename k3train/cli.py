@@ -138,7 +138,8 @@ def _eval_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--temperature", type=float, help="default 0 (greedy) for one answer, 1 for several")
     parser.add_argument("--top-p", type=float, default=1.0, metavar="P", help="only the likeliest tokens of this mass")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--effort", choices=["low", "high", "max"], help="thinking effort instead of the tasks' own")
+    efforts = ["low", "high", "max", "none"]
+    parser.add_argument("--effort", choices=efforts, help="instead of the tasks' own; none: without that message")
     parser.add_argument(
         "--perplexity", action="append", metavar="NAME=FILE", help="perplexity of conversations or texts; several"
     )

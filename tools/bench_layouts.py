@@ -224,7 +224,7 @@ def main() -> int:
     parser.add_argument("--recipe", default="pretrain/k3-tiny", help="whose model and batch (%(default)s)")
     parser.add_argument("--steps", type=int, default=4, help="timed steps, after one that is not (%(default)s)")
     parser.add_argument("--only", nargs="+", choices=list(LAYOUTS), help="these layouts, without the KDA table")
-    parser.add_argument("--rounds", type=int, default=3, help="of the KDA table (%(default)s)")
+    parser.add_argument("--rounds", type=int, default=5, help="of the KDA table (%(default)s)")
     parser.add_argument("--tokens", type=int, default=8192, help="of the KDA table (%(default)s)")
     parser.add_argument("--timeout", type=float, default=300.0, help="seconds a layout may take (%(default)s)")
     parser.add_argument("overrides", nargs="*", help="of the recipe, as for k3train")

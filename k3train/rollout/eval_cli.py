@@ -114,7 +114,8 @@ def _tasks(args: argparse.Namespace) -> list[Task]:
     if args.effort is None:
         return tasks
     # A reference was written at the effort that the task states.
-    return [replace(t, conversation=replace(t.conversation, effort=args.effort), reference=None) for t in tasks]
+    effort = None if args.effort == "none" else args.effort
+    return [replace(t, conversation=replace(t.conversation, effort=effort), reference=None) for t in tasks]
 
 
 def _tokenizer(args: argparse.Namespace) -> tuple[Tokenizer, frozenset[int], str]:

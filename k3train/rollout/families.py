@@ -174,14 +174,20 @@ def turn(problem: Problem, effort: str) -> list[dict[str, Any]]:
 
 
 def draw_tasks(
-    count: int, split: str, seed: int, families: tuple[str, ...] = tuple(FAMILIES), level: int = 1
+    count: int,
+    split: str,
+    seed: int,
+    families: tuple[str, ...] = tuple(FAMILIES),
+    level: int = 1,
+    efforts: tuple[str, ...] = EFFORTS,
 ) -> list[dict]:
-    """`count` different tasks, families in turn and every family's efforts in turn."""
+    """`count` different tasks, families in turn and every family's efforts in turn; some come again where a family has
+    no more questions in the split."""
     rng = random.Random(f"tasks {seed} {split}")
     rows, seen = [], set()
     for number in range(count):
         family = families[number % len(families)]
-        effort = EFFORTS[number // len(families) % len(EFFORTS)]
+        effort = efforts[number // len(families) % len(efforts)]
         problem = draw_problem(family, split, rng, level)
         for _ in range(1000):  # a family may run out of questions that are new
             if (problem.question, effort) not in seen:
@@ -199,14 +205,17 @@ def draw_sessions(
     families: tuple[str, ...] = tuple(FAMILIES),
     split: str = "sft",
     level: int = 1,
+    efforts: tuple[str, ...] = EFFORTS,
+    unstated: float = EFFORTLESS,
 ) -> list[dict]:
     """`count` conversations of `turns` questions each at one effort: what SFT reads. Their families differ as far as
-    there are enough: a model that cannot tell yet which of two like questions is the last one learns from these."""
+    there are enough: a model that cannot tell yet which of two like questions is the last one learns from these. A part
+    of them, `unstated`, thinks at its effort without a message that states it."""
     rng = random.Random(f"sessions {seed} {split}")
     rows = []
     for number in range(count):
-        effort = EFFORTS[number % len(EFFORTS)]
-        stated = {} if rng.random() < EFFORTLESS else {"thinking_effort": effort}
+        effort = efforts[number % len(efforts)]
+        stated = {} if rng.random() < unstated else {"thinking_effort": effort}
         chosen = [name for start in range(0, turns, len(families)) for name in rng.sample(families, len(families))]
         problems = [draw_problem(family, split, rng, level) for family in chosen[:turns]]
         messages = [message for problem in problems for message in turn(problem, effort)]

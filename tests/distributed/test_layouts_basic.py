@@ -7,6 +7,7 @@ there, so floats agree to a few rounding errors; the router biases are read off 
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -194,10 +195,16 @@ def assert_close_in_norm(
     assert not far, f"{what} beyond {tolerance:g} of the one-rank run:\n" + "\n".join(far)
 
 
+@functools.cache
+def one_rank_runs(pool: WorkerPool) -> dict[bool, list[dict[str, Any]]]:
+    """What all layouts are compared with, made once for the files that use it."""
+    return {mtp: pool.run(train, 1, recipe(mtp=mtp)) for mtp in (False, True)}
+
+
 @pytest.fixture(scope="module")
 def one_rank(pool: WorkerPool) -> dict[bool, list[dict[str, Any]]]:
     """The one-rank runs, without and with multi-token prediction."""
-    return {mtp: pool.run(train, 1, recipe(mtp=mtp)) for mtp in (False, True)}
+    return one_rank_runs(pool)
 
 
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
@@ -233,23 +240,19 @@ def test_layout_equals_one_rank(pool: WorkerPool, one_rank: dict[bool, list[dict
     assert_equal_to_one_rank(actual, expected)
 
 
-def assert_equal_to_one_rank(
-    actual: list[dict[str, Any]], expected: list[dict[str, Any]], tolerance: float = GRADIENT_TOLERANCE
-) -> None:
-    """Loss, first gradients, gradient norms, last parameters and all biases, as those of the one-rank run.
-
-    `tolerance` is for each gradient and each parameter by itself; the norm of all is held to GRADIENT_TOLERANCE.
-    """
+def assert_equal_to_one_rank(actual: list[dict[str, Any]], expected: list[dict[str, Any]]) -> None:
+    """Loss, first gradients, gradient norms, last parameters and all biases, as those of the one-rank run."""
     for step in range(STEPS):
         for result in actual:
             assert result["reports"][step] == pytest.approx(expected[0]["reports"][step], rel=LOSS_TOLERANCE)
             assert result["grad_norm"][step] == pytest.approx(expected[0]["grad_norm"][step], rel=GRADIENT_TOLERANCE)
     gradients = assemble(actual, "gradients")
-    assert_close_in_norm(gradients, assemble(expected, "gradients"), tolerance, "gradients")
+    assert_close_in_norm(gradients, assemble(expected, "gradients"), GRADIENT_TOLERANCE, "gradients")
     # The reported norm is that of every gradient there is, counted once (Megatron-LM#5916: experts under EP and TP).
     norm = float(torch.stack([g.double().square().sum() for g in gradients.values()]).sum().sqrt())
     assert actual[0]["grad_norm"][0] == pytest.approx(norm, rel=GRADIENT_TOLERANCE)
-    assert_close_in_norm(assemble(actual, "parameters"), assemble(expected, "parameters"), tolerance, "parameters")
+    expected_parameters = assemble(expected, "parameters")
+    assert_close_in_norm(assemble(actual, "parameters"), expected_parameters, GRADIENT_TOLERANCE, "parameters")
     assert_biases_equal(actual, expected)
 
 

@@ -14,7 +14,7 @@ import torch
 from pool import WorkerPool
 from test_context_parallel import LAYOUTS as CONTEXT
 from test_layouts_basic import LAYOUTS as BASIC
-from test_layouts_basic import assert_equal_to_one_rank, recipe, train
+from test_layouts_basic import assert_equal_to_one_rank, one_rank_runs, recipe, train
 
 AXES = ("dp", "tp", "pp", "vpp", "ep", "etp", "cp")
 
@@ -50,7 +50,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
 @pytest.fixture(scope="module")
 def one_rank(pool: WorkerPool) -> dict[bool, list[dict[str, Any]]]:
     """The one-rank runs, without and with multi-token prediction."""
-    return {mtp: pool.run(train, 1, recipe(mtp=mtp)) for mtp in (False, True)}
+    return one_rank_runs(pool)
 
 
 def axes_of(world_size: int, settings: dict[str, Any]) -> set[str]:

@@ -90,11 +90,11 @@ def relative_error(found: Tensor, wanted: Tensor) -> float:
 @pytest.mark.parametrize("gate", ["floored", "softplus"])
 @pytest.mark.parametrize("packing", PACKINGS)
 def test_shards_equal_the_whole(packing: str, gate: str, shards: int) -> None:
-    """Outputs and every gradient: fp32 chunks to 1e-5 of the fp64 token loop, and in fp64 to rounding."""
+    """Outputs and every gradient: fp32 chunks to 2e-6 of the fp64 token loop, and in fp64 to rounding."""
     ids = ids_of(PACKINGS[packing])
     wanted = with_gradients(lambda leaves: whole(leaves, ids, gate, "naive"), ids, torch.float64)
     for dtype, backend, tolerance in (
-        (torch.float32, "chunk", 1e-5),
+        (torch.float32, "chunk", 2e-6),
         (torch.float64, "chunk", 1e-12),
         (torch.float64, "naive", 1e-12),
     ):

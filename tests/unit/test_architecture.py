@@ -182,6 +182,13 @@ def test_files_name_nothing_of_the_workplace(what: str) -> None:
     assert not found, f"names {what}:\n" + "\n".join(found)
 
 
+def test_process_groups_are_the_global_ones() -> None:
+    """NVIDIA/Megatron-LM#7452, findings 4 to 7 and 13, need groups of a module's own, finding 12 Megatron-FSDP."""
+    for file in sorted((ROOT / "k3train").rglob("*.py")):
+        found = re.findall(r"ProcessGroupCollection\(|megatron_fsdp", file.read_text(encoding="utf-8"))
+        assert not found, f"{file.relative_to(ROOT)}: {found[0]}; docs/pipeline.md says why there is none"
+
+
 def test_style_is_clean() -> None:
     checked = subprocess.run(
         [sys.executable, "-m", "ruff", "check", "--no-cache", "--quiet", "."],

@@ -254,6 +254,21 @@ def test_figures_go_to_wandb_where_that_is_asked(monkeypatch: pytest.MonkeyPatch
     ]
 
 
+@pytest.mark.parametrize(("asked", "stated"), [("max", "max"), ("none", None)])
+def test_another_effort_or_none_is_stated(tmp_path: Path, asked: str, stated: str | None) -> None:
+    """--effort replaces the message of every task, and no reference written at another effort is kept."""
+    from argparse import Namespace
+
+    from k3train.rollout import eval_cli
+
+    file = tmp_path / "tasks.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in draw_tasks(6, "held_out", 0, ("add", "pick"), 0)))
+    tasks = eval_cli._tasks(Namespace(tasks=str(file), limit=None, effort=asked))
+    assert [task.effort for task in tasks] == [stated] * 6
+    assert all(task.reference is None for task in tasks)
+    assert {task.effort for task in eval_cli._tasks(Namespace(tasks=str(file), limit=None, effort=None))} > {"low"}
+
+
 @pytest.mark.parametrize(
     ("words", "told"),
     [
