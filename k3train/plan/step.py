@@ -218,8 +218,8 @@ def _volumes(
         size = work.tokens * model.hidden_size * work.e * (p.tensor - 1) / p.tensor
         add("tensor parallel", 4 * passes * count * layers * size, links.stays_fast(p.tensor, 1))
     if p.context > 1:
-        exchanges = [sum(_context_bytes(config, work, _own(r, p))) for r in range(p.pipeline)]
-        add("context parallel", count * max(exchanges) * (p.context - 1) / p.context, links.stays_fast(p.context, p.tensor))
+        size = max(sum(_context_bytes(config, work, _own(r, p))) for r in range(p.pipeline))
+        add("context parallel", count * size * (p.context - 1) / p.context, links.stays_fast(p.context, p.tensor))
     if p.pipeline > 1:
         sent = max(sum(payloads[s] + (payloads[s - 1] if s else 0.0) for s in _own(r, p)) for r in range(p.pipeline))
         add("pipeline", count * sent, links.stage_is_near)
