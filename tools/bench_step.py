@@ -8,9 +8,9 @@ A part owns the operators that run inside its modules, and the backward of those
 sequence number of autograd's. Modules that lie in others own their own time (the norms of a KDA layer are KDA's unless
 they are named below). There is one rank, so no communication; `bench_layouts.py` compares layouts of several.
 
-Shares are measured under torch's profiler, which makes small operators dearer and has only the wall clock. So that other
-programs' turns do not count, each operator counts with the median of its calls on the same shapes in the same part.
-Tokens per second are measured without it, in processor time.
+Shares are measured under torch's profiler, which makes small operators dearer and has only the wall clock. So that
+other programs' turns do not count, each operator counts with the median of its calls on the same shapes in the same
+part. Tokens per second are measured without it, in processor time.
 """
 
 from __future__ import annotations
