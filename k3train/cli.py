@@ -72,6 +72,8 @@ def _generate_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--ignore-eos", action="store_true", help="go on after the end-of-document token")
     parser.add_argument("--batch-size", type=int, default=32, metavar="N", help="samples at a time (default 32)")
     parser.add_argument("--json", action="store_true", help="one JSON object a sample, with tokens and log-probs")
+    parser.add_argument("--draft", metavar="DIR", help="a checkpoint whose draft proposes tokens (docs/draft.md)")
+    parser.add_argument("--draft-tokens", type=int, metavar="N", help="proposed at a time (default 4)")
     _reading_arguments(parser)
 
 

@@ -44,9 +44,9 @@ def expanded_seconds(model: torch.nn.Module, rows: int, context: int, new_tokens
 
     def expanded(layer: object, q: torch.Tensor, state: object, *_: object) -> torch.Tensor:
         view = state.view
-        return torch.cat(
+        return torch.stack(
             [
-                mla_decode._expanded(layer, q[i : i + 1], state.read(slice(i, i + 1), view.past[i] + 1))
+                mla_decode._expanded(layer, q[i], state.read(slice(i, i + 1), view.past[i] + 1))
                 for i in range(len(view.rows))
             ]
         )

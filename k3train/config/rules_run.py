@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from k3train.config.rules import check_choice, check_range, refuse, value_at
 from k3train.config.rules_distill import check_distill
+from k3train.config.rules_draft import check_draft
 from k3train.config.rules_lora import check_lora
 from k3train.config.rules_optim import check_optim
 from k3train.config.rules_quant import check_quant
@@ -13,7 +14,7 @@ from k3train.config.schema import RecipeConfig
 from k3train.errors import UserError
 
 CHOICES = {
-    "stage.name": ("pretrain", "sft", "rl", "distill"),
+    "stage.name": ("pretrain", "sft", "rl", "distill", "draft"),
     "train.precision": ("fp32", "bf16"),
     "checkpoint.resume": ("auto", "never"),
     "checkpoint.async_busy": ("wait", "skip"),
@@ -67,6 +68,9 @@ def check_run(config: RecipeConfig) -> None:
     elif config.stage.name == "distill":
         check_sft(config)
         check_distill(config)
+    elif config.stage.name == "draft":
+        check_draft(config)
+        (check_sft if config.draft.data == "conversations" else _check_corpora)(config)
     else:
         _check_corpora(config)
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from k3train.config.deepspeed import DeepSpeedConfig
 from k3train.config.distill import DistillConfig
+from k3train.config.draft import DraftConfig
 from k3train.config.guards import FaultConfig, GuardsConfig
 from k3train.config.lora import LoRAConfig
 from k3train.config.model import ModelConfig
@@ -209,6 +210,7 @@ class RecipeConfig:
     sft: SftConfig = field(default_factory=SftConfig)
     rl: RLConfig = field(default_factory=RLConfig)
     distill: DistillConfig = field(default_factory=DistillConfig)
+    draft: DraftConfig = field(default_factory=DraftConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     telemetry: TelemetryConfig = field(default_factory=TelemetryConfig)

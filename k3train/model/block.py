@@ -59,10 +59,17 @@ class K3Block(MegatronModule):
             self.output_residual = AttentionResidual(config) if residual.enabled else None
             self.final_norm = config.spec.norm(config, config.hidden_size)
 
-    def forward(self, stream: torch.Tensor, packing: Packing, states: StateView | None = None) -> torch.Tensor:
+    def forward(
+        self,
+        stream: torch.Tensor,
+        packing: Packing,
+        states: StateView | None = None,
+        sums: list[torch.Tensor] | None = None,
+    ) -> torch.Tensor:
         """Embeddings or the previous stage's payload in; the next stage's payload out.
 
-        The last stage returns the output mixture [s / TP, b, h], before the final norm.
+        The last stage returns the output mixture [s / TP, b, h], before the final norm. `sums` is filled with the
+        block summaries of a whole model: the embeddings, then the sum of each finished block.
         """
         through = StageStream(self.boundary, packing.held, stream)
         for key, layer in self.layers.items():
@@ -79,6 +86,8 @@ class K3Block(MegatronModule):
                 through.bank = [*bank, arrived]
         if not self.is_last:
             return through.send()
+        if sums is not None:
+            sums.extend(through.bank)
         through.close()
         if self.output_residual is None:
             return through.partial

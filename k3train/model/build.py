@@ -12,6 +12,7 @@ from megatron.core import parallel_state, tensor_parallel
 from k3train.config.implementation import resolve_transformer_impl
 from k3train.config.quant import policy_in_force
 from k3train.config.schema import ParallelConfig, RecipeConfig
+from k3train.model.draft import freeze_target
 from k3train.model.init import init_weights
 from k3train.model.lora import adaptable, attach_adapters
 from k3train.model.model import K3Model
@@ -98,6 +99,7 @@ def build_chunks(
         resolve_transformer_impl(config.parallel.transformer_impl, kind, config.train.precision),
     )
     transformer_config.quant = policy_in_force(config.quant, config.stage.name)
+    transformer_config.draft = config.draft if config.stage.name == "draft" else None
     if config.lora.enabled:
         transformer_config.spec = adaptable(transformer_config.spec)
     if kind == "cuda":
@@ -120,6 +122,8 @@ def build_chunks(
             )
         if config.lora.enabled:
             attach_adapters(model, transformer_config, config.lora)
+        if transformer_config.draft is not None:
+            freeze_target(model)
         if init and device.type != "meta":
             init_weights(model, transformer_config, config.train.seed)
         chunks.append(model.to(device))

@@ -11,6 +11,7 @@ from k3train.model.max_logit import MaxLogit
 from k3train.model.packing import Packing
 from k3train.model.state import MLAView
 from k3train.model.transformer_config import K3TransformerConfig
+from k3train.model.unrolled import UnrolledSteps
 from k3train.parallel.regions import enter
 
 
@@ -45,13 +46,17 @@ class GatedMLA(MegatronModule):
         self.o_proj = spec.row_parallel_linear(config, width, hidden)
         self.max_logit: MaxLogit | None = None  # set where weight clipping watches
 
-    def forward(self, x: torch.Tensor, packing: Packing, state: MLAView | None = None) -> torch.Tensor:
-        """Attend over the documents of `packing`; with `state`, continue its rows instead and extend it in place."""
+    def forward(
+        self, x: torch.Tensor, packing: Packing, state: MLAView | UnrolledSteps | None = None
+    ) -> torch.Tensor:
+        """Attend over the documents of `packing`; with `state`, continue its rows or steps and extend it in place."""
         full = enter(x, self.config) if self.mla.output_gate or self.mla.q_lora_rank is None else None
         latent, shared_key = self._latent(x, packing)
         q = self._queries(x, full)
         if state is None:
-            out = self._attend(q, *self._keys_values(latent, shared_key), packing)
+            out = self.attend(q, *self._keys_values(latent, shared_key), packing)
+        elif isinstance(state, UnrolledSteps):
+            out = state.attend(self, q, *self._keys_values(latent, shared_key), packing)
         else:
             out = mla_decode.attend_after(self, q, latent, shared_key, state)
         out = out.permute(2, 0, 1, 3).flatten(2)
@@ -87,7 +92,7 @@ class GatedMLA(MegatronModule):
         shared = shared_key.unsqueeze(2).expand(-1, -1, self.local_heads, -1)
         return torch.cat([key, shared], dim=-1).permute(1, 2, 0, 3), value.permute(1, 2, 0, 3)
 
-    def _attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, packing: Packing) -> torch.Tensor:
+    def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, packing: Packing) -> torch.Tensor:
         """Causal softmax attention inside every document, [b, heads, s, v_head_dim]."""
         if self.max_logit is not None:
             self.max_logit.observe(q, k, packing, self.training)

@@ -64,6 +64,8 @@ def _draw(
         return torch.ones(shape)
     if kind in ("zeros", "a_log_zero", "dt_bias_zero"):
         return torch.zeros(shape)
+    if kind == "last_identity":
+        return torch.eye(shape[0]).repeat(1, shape[1] // shape[0]).index_fill(1, torch.arange(shape[1] - shape[0]), 0.0)
     if kind == "normal":
         return torch.empty(shape).normal_(0.0, config.k3.init_std, generator=generator)
     if kind == "a_log_log_uniform":

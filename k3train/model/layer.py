@@ -13,6 +13,7 @@ from k3train.model.latent_moe import StableLatentMoE
 from k3train.model.packing import Packing
 from k3train.model.state import LayerState
 from k3train.model.transformer_config import K3TransformerConfig
+from k3train.model.unrolled import UnrolledSteps
 
 
 class K3Layer(MegatronModule):
@@ -57,7 +58,7 @@ class K3Layer(MegatronModule):
         partial: torch.Tensor,
         *bank: torch.Tensor,
         packing: Packing,
-        state: LayerState | None = None,
+        state: LayerState | UnrolledSteps | None = None,
     ) -> torch.Tensor:
         """The running sum after this layer, [s / TP, b, h], from the running sum and the block summaries before it."""
         sources = list(bank)

@@ -13,6 +13,7 @@ from megatron.core.transformer.module import MegatronModule
 from k3train.config.implementation import resolve_kernels
 from k3train.errors import UserError
 from k3train.model.block import K3Block
+from k3train.model.draft import DraftLosses, DraftModel
 from k3train.model.mtp import MultiTokenPrediction, mtp_targets
 from k3train.model.packing import Packing
 from k3train.model.state import StateView
@@ -26,7 +27,8 @@ from k3train.parallel.vocab_loss import shard_losses
 class TokenLosses:
     """Per-token cross-entropies [b, s] in fp32 nats, and where they count; `batch` is what else a stage put in.
 
-    Where the model keeps its logits for the stage, `logits` is its shard of them [s, b, v / TP] and `loss` None.
+    `loss` is None where the model keeps its logits for the stage, `logits` being its shard of them [s, b, v / TP], and
+    where a draft of it is trained, whose losses `draft` has.
     """
 
     loss: torch.Tensor | None
@@ -35,6 +37,7 @@ class TokenLosses:
     mtp_mask: torch.Tensor | None = None
     batch: dict[str, torch.Tensor] = field(default_factory=dict)
     logits: torch.Tensor | None = None
+    draft: DraftLosses | None = None
 
 
 def padded_vocab_size(vocab_size: int, multiple: int, tensor_parallel_size: int) -> int:
@@ -86,7 +89,7 @@ class K3Model(LanguageModule):
             self._mark_embedding(self.embedding.weight)
         self.decoder = K3Block(config, contents, recompute)
         if contents.mtp:
-            self.mtp = MultiTokenPrediction(config)
+            self.mtp = MultiTokenPrediction(config) if config.draft is None else DraftModel(config)
         if contents.head:
             self.output_layer = config.spec.output_layer(config, config.hidden_size, rows)
             self.output_layer.weight.is_embedding_or_output_parameter = True
@@ -117,6 +120,7 @@ class K3Model(LanguageModule):
         states: StateView | None = None,
         logits_at: torch.Tensor | None = None,
         ahead: tuple[torch.Tensor, torch.Tensor] | None = None,
+        sums: list[torch.Tensor] | None = None,
     ) -> torch.Tensor | TokenLosses:
         """Tokens, labels and loss mask are [b, s]; logits are [b, s, vocab] and need every vocabulary shard.
 
@@ -124,11 +128,16 @@ class K3Model(LanguageModule):
         tokens of the flattened [b * s] whose logits are wanted, [1, n, vocab]; the head is not computed for others.
         `ahead` holds the targets and mask of multi-token prediction where the rows are one context-parallel rank's
         part: the token after a part's last label lies on the next rank, so they are made of the whole rows.
+        `sums` is filled with what a draft reads (see `K3Block`), the output mixture last.
         """
+        if labels is not None and self.mtp_process and self.config.draft is not None:
+            return TokenLosses(None, loss_mask, draft=self._draft_losses(tokens, packing, loss_mask))
         stream = self._embed(tokens) if self.pre_process else self.input_tensor
-        features = self.decoder(stream, packing, states)
+        features = self.decoder(stream, packing, states, sums)
         if not self.post_process:
             return features
+        if sums is not None:
+            sums.append(features)
         logits = self._logits(self.decoder.final_norm(features), logits_at)
         if labels is None:
             full = tensor_parallel.gather_from_tensor_model_parallel_region(logits, group=self.tp_group)
@@ -143,6 +152,15 @@ class K3Model(LanguageModule):
             features = self.mtp(features, self._embed(labels), packing)
             losses.mtp_loss = self._loss(targets, self._logits(features))
         return losses
+
+    def _draft_losses(self, tokens: torch.Tensor, packing: Packing, loss_mask: torch.Tensor) -> DraftLosses:
+        """What the draft proposes after the tokens [b, s], held against what this frozen model says."""
+        sums: list[torch.Tensor] = []
+        with torch.no_grad():
+            features = self.decoder(self._embed(tokens), packing, sums=sums)
+            logits = self._logits(self.decoder.final_norm(features))
+            following = self._embed(tokens.roll(-1, 1))  # the last position's is never used
+        return self.mtp.losses((sums, features, logits), following, packing, loss_mask, self._logits)
 
     def _embed(self, tokens: torch.Tensor) -> torch.Tensor:
         """[b, s] to [s / TP, b, h]."""

@@ -12,7 +12,9 @@ from megatron.core.transformer.module import MegatronModule
 
 from k3train.model.layer import K3Layer
 from k3train.model.packing import Packing
+from k3train.model.state import MLAView
 from k3train.model.transformer_config import K3TransformerConfig
+from k3train.model.unrolled import UnrolledSteps
 
 
 class MultiTokenPrediction(MegatronModule):
@@ -40,8 +42,21 @@ class MultiTokenPrediction(MegatronModule):
         return []
 
     def forward(self, features: torch.Tensor, next_embedding: torch.Tensor, packing: Packing) -> torch.Tensor:
+        return self.final_norm(self.advance(features, next_embedding, packing))
+
+    def advance(
+        self,
+        features: torch.Tensor,
+        next_embedding: torch.Tensor,
+        packing: Packing,
+        state: MLAView | UnrolledSteps | None = None,
+    ) -> torch.Tensor:
+        """The layer's output [s / TP, b, h] before the final norm: what stands for the next token's features.
+
+        `state` is given to the mixer.
+        """
         joined = torch.cat([self.feature_norm(features), self.embedding_norm(next_embedding)], dim=-1)
-        return self.final_norm(self.layer(self.join_proj(joined), packing=packing))
+        return self.layer(self.join_proj(joined), packing=packing, state=state)
 
 
 def mtp_targets(

@@ -41,6 +41,7 @@ class QuantileBalancingRouter(TopKRouter, BalancedRouter):
         super().__init__(config=config, pg_collection=pg_collection, is_mtp_layer=is_mtp_layer)
         self.moe = moe = config.k3.moe
         self.collects_statistics = config.update_router_bias
+        self.watched = True
         self.weight.k3_init = "normal"
         by_quantile = self.collects_statistics and moe.balancing == "quantile"
         self.gathers_scores = by_quantile and moe.quantile_estimator == "exact"

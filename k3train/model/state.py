@@ -8,7 +8,7 @@ says by how many tokens each and gives the `StateView` that the model reads and 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -16,6 +16,8 @@ import torch
 from k3train.model.transformer_config import K3TransformerConfig
 
 PAGE_SIZE = 64  # tokens
+# From `conv`, `memory`, the numbers of some tokens and their `cu_seqlens` to the states after them.
+StatesAfter = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 
 
 class PagePool:
@@ -108,7 +110,8 @@ class SequenceStates:
 
     def _empty(self, config: K3TransformerConfig, index: int) -> KDABuffers | MLACache:
         dtype, ranks, mla, kda = self.dtype, config.tensor_model_parallel_size, config.k3.mla, config.k3.kda
-        if config.k3.is_full_attention(index):
+        ahead = index == config.num_layers  # multi-token prediction's
+        if config.k3.mtp.mixer == "mla" if ahead else config.k3.is_full_attention(index):
             width = mla.kv_lora_rank + mla.qk_rope_head_dim
             return MLACache(torch.zeros(0, self.page_size, width, dtype=dtype, device=self.device))
         heads = kda.num_heads // ranks
@@ -157,8 +160,13 @@ class SequenceStates:
                 self.pool.release(page)
             heapq.heappush(self._free_slots, row)
 
-    def extend(self, rows: Sequence[int], counts: Sequence[int]) -> StateView:
+    def extend(
+        self, rows: Sequence[int], counts: Sequence[int], trial: bool = False, drafted: bool = False
+    ) -> StateView:
         """Room for `counts[i]` more tokens of `rows[i]`, for one forward pass that computes them.
+
+        After a `trial`, which may turn out to be about the wrong tokens, `settle` has to say how many of them stay.
+        `drafted` is a draft's own pass, which is about a few tokens of many rows as well.
 
         Raises:
             ValueError: an unknown row, a row twice, or a count below 1.
@@ -171,7 +179,51 @@ class SequenceStates:
             while len(self._pages[row]) * self.page_size < self.tokens[row]:
                 self._append_page(row)
         self._fit_pages()
-        return StateView(self, list(rows), past, list(counts))
+        return StateView(self, list(rows), past, list(counts), trial, trial or drafted)
+
+    def settle(self, view: StateView, counts: Sequence[int]) -> None:
+        """Keep the first `counts[i]` tokens of each row of a trial whose forward pass has run; the rest never were.
+
+        Raises:
+            ValueError: the view is no trial or is settled, or a count is not between 1 and the trial's.
+        """
+        if not view.trial or len(counts) != len(view.rows) or not all(1 <= c <= t for c, t in zip(counts, view.counts)):
+            raise ValueError(f"a trial of {view.counts} tokens cannot be settled at {list(counts)}.")
+        view.trial = False
+        if list(counts) == view.counts:
+            for state, _, conv, memory in view.postponed:
+                state.store(conv, memory)
+        elif view.postponed:
+            kept = torch.tensor(list(counts), device=self.device)
+            ends = kept.cumsum(0)
+            row_of = torch.repeat_interleave(torch.arange(len(counts), device=self.device), kept)
+            starts = view.cu_seqlens[:-1] - (ends - kept)
+            chosen = torch.arange(len(row_of), device=self.device) + starts[row_of]
+            cu_seqlens = torch.cat([ends.new_zeros(1), ends])
+            for state, after, _, _ in view.postponed:
+                state.store(*after(*state.load(), chosen, cu_seqlens))
+        view.postponed.clear()
+        for row, past, count in zip(view.rows, view.past, counts):
+            self._cut(row, past + count)
+
+    def shorten(self, row: int, tokens: int) -> None:
+        """Forget all of a row but its first `tokens`.
+
+        Raises:
+            ValueError: a KDA layer, which cannot go back, or more tokens than there are.
+        """
+        if self._of_kind(KDABuffers) or not 0 <= tokens <= self.tokens[row]:
+            raise ValueError(f"row {row} of {self.tokens[row]} tokens cannot be shortened to {tokens}.")
+        self._cut(row, tokens)
+
+    def _cut(self, row: int, tokens: int) -> None:
+        """Only pages that the row alone refers to may be cut into: the next token is written behind the cut."""
+        self.tokens[row] = tokens
+        pages = self._pages[row]
+        while len(pages) * self.page_size >= tokens + self.page_size:
+            self.pool.release(pages.pop())
+        if tokens % self.page_size and self.pool.references[pages[-1]] > 1:
+            raise ValueError(f"row {row} cannot be cut at {tokens}: other rows hold that page too.")
 
     def page_numbers(self, rows: torch.Tensor, pages: int) -> torch.Tensor:
         """[n, pages]: the first pages of each row; arbitrary ones behind its last."""
@@ -243,10 +295,23 @@ class StateView:
         cu_seqlens: [rows + 1], where each row's tokens start, and `num_tokens`.
         lengths: [rows], `past + counts`.
         one_each: whether every row gets a single token.
+        trial: whether `SequenceStates.settle` is still to say which tokens stay.
+        few: whether rows of a few tokens may attend together. Plain decoding never asks for it: its bits are its own.
     """
 
-    def __init__(self, states: SequenceStates, rows: list[int], past: list[int], counts: list[int]) -> None:
+    def __init__(
+        self,
+        states: SequenceStates,
+        rows: list[int],
+        past: list[int],
+        counts: list[int],
+        trial: bool = False,
+        few: bool = False,
+    ) -> None:
         self.states, self.rows, self.past, self.counts = states, rows, past, counts
+        self.trial, self.few = trial, few
+        # Of each KDA layer: its states, what makes those after a part of the tokens, and those after all.
+        self.postponed: list[tuple[KDAView, StatesAfter, torch.Tensor, torch.Tensor]] = []
         self.num_tokens = sum(counts)
         self.one_each = self.num_tokens == len(rows)
         self.longest = max(p + c for p, c in zip(past, counts))
@@ -285,6 +350,10 @@ class KDAView:
         if self.view.leading is not None:
             return self.buffers.conv[: self.view.leading], self.buffers.memory[: self.view.leading]
         return self.buffers.conv[self.view.index], self.buffers.memory[self.view.index]
+
+    def postpone(self, after: StatesAfter, conv: torch.Tensor, memory: torch.Tensor) -> None:
+        """Leave the states as they are until it is known how many of the tokens stay."""
+        self.view.postponed.append((self, after, conv, memory))
 
     @torch.no_grad()
     def store(self, conv: torch.Tensor, memory: torch.Tensor) -> None:

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from k3train.config.draft import DraftConfig
 from k3train.config.model import ModelConfig
 from k3train.config.quant import QuantConfig
 from k3train.config.schema import ParallelConfig
@@ -26,6 +27,7 @@ class K3TransformerConfig(TransformerConfig):
     update_router_bias: bool = True
     balanced_experts: bool = False  # expert-parallel ranks compute equally many token copies (`parallel.expert_plan`)
     quant: QuantConfig | None = None  # how routed experts are rounded in training; None: not at all
+    draft: DraftConfig | None = None  # the multi-token-prediction layer is trained as a draft of the frozen rest
     spec: K3Submodules | None = None  # the layers K3 is built from; None: those that `transformer_impl` names
     pipeline_traffic: PipelineTraffic | None = None  # what crosses the stage boundaries; set with the layout
 

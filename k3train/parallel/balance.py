@@ -15,6 +15,7 @@ class BalancedRouter(torch.nn.Module):
     """What balancing needs of a router: statistics of the tokens on this rank, and a bias set from pooled ones."""
 
     layer_number: int
+    watched: bool  # whether its load is looked at; not in a part of the model that only serves another's training
     collects_statistics: bool  # whether the bias moves at all
     rounds: int  # how often a step counts and sets; 1 unless quantile alternations are on
     gathers_scores: bool  # the exact rule: scores of the whole global batch instead of counts
@@ -75,7 +76,7 @@ def update_router_bias(models: Iterable[torch.nn.Module], keep: bool = False) ->
     sets the same bits; so does the exact rule, which sorts. Megatron-Core's rule averages floats per micro-batch, hence
     depends on how the batch is cut. Returns the balance of this rank's layers by 1-indexed layer number.
     """
-    routers = routers_of(models)
+    routers = [router for router in routers_of(models) if router.watched]
     if not routers:
         return {}
     group = parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True)

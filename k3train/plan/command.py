@@ -25,6 +25,11 @@ def run(arguments: argparse.Namespace) -> int:
         _check_writable(path)
     overrides, cluster_name, changes = split_overrides(arguments.overrides)
     config = load_recipe(overrides, arguments.config_dir)
+    if config.stage.name == "draft":
+        raise UserError(
+            f"recipe={config.recipe_name} is of stage draft, whose frozen target and unrolled steps are not planned; a"
+            " plan of the target's own recipe is an upper bound of its weights"
+        )
     cluster = load_cluster(default_cluster(config) if cluster_name is None else cluster_name, changes)
     from k3train.plan import picture, search, text
     from k3train.plan.plan import make_plan, not_fitting

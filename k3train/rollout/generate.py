@@ -106,7 +106,7 @@ class BatchGenerator:
     def __post_init__(self) -> None:
         if self.max_rows < 1 or self.prefill_tokens < 1:
             raise ValueError(f"max_rows={self.max_rows}, prefill_tokens={self.prefill_tokens}: both need at least 1.")
-        self.states = SequenceStates.of(self.model, self.page_size)
+        self.states = self._new_states()
         self.device = self.states.device
         self.group = self.group or parallel_state.get_tensor_model_parallel_group()
         self._waiting: deque[int] = deque()
@@ -114,6 +114,9 @@ class BatchGenerator:
         self._running: list[_Running] = []
         self._cancelled: set[tuple[int, int]] = set()
         self._recorder = ExpertRecorder(self.model) if self.record_experts else None
+
+    def _new_states(self) -> SequenceStates:
+        return SequenceStates.of(self.model, self.page_size)
 
     def submit(self, request: Request) -> int:
         """Queue a request; returns its number.
@@ -184,11 +187,7 @@ class BatchGenerator:
         self._drop_cancelled()
         new: list[Sampled] = []
         if self._running:
-            rows = [r.row for r in self._running]
-            logits = self._forward(rows, [[r.token] for r in self._running])
-            for r in self._running:
-                r.experts = self._experts_of(r.row)
-            new += self._sample(self._running, logits)
+            new += self._go_on()
         while len(self._running) < self.max_rows and (self._prefilled or self._waiting):
             if not self._prefilled:
                 self._prefill()
@@ -196,6 +195,14 @@ class BatchGenerator:
             if started:
                 new += self._sample(started, logits)
         return new
+
+    def _go_on(self) -> list[Sampled]:
+        """One more token of each running sample."""
+        rows = [r.row for r in self._running]
+        logits = self._forward(rows, [[r.token] for r in self._running])
+        for r in self._running:
+            r.experts = self._experts_of(r.row)
+        return self._sample(self._running, logits)
 
     def _drop_cancelled(self) -> None:
         going_on = [r for r in self._running if (r.request, r.sample) not in self._cancelled]
@@ -239,12 +246,7 @@ class BatchGenerator:
             last = prompt.started + count == request.samples
             rows = self.states.fork(prompt.row, count - last) + [prompt.row] * last
             for row in rows:
-                generator = stream(
-                    request.sampling.seed,
-                    request.prompt if request.stream_of is None else request.stream_of,
-                    request.first_sample + prompt.started,
-                    request.drawn,
-                )
+                generator = self._stream(request, request.first_sample + prompt.started)
                 started.append(_Running(prompt.request, prompt.started, row, generator, prompt.experts))
                 logits.append(prompt.logits)
                 prompt.started += 1
@@ -252,30 +254,43 @@ class BatchGenerator:
                 self._prefilled.popleft()
         return started, torch.cat(logits)
 
+    def _stream(self, request: Request, sample: int) -> torch.Generator:
+        named = request.prompt if request.stream_of is None else request.stream_of
+        return stream(request.sampling.seed, named, sample, request.drawn)
+
     def _sample(self, running: list[_Running], logits: torch.Tensor) -> list[Sampled]:
         """Draw one token for each of `running`, and keep those that go on."""
         samplings = [self.requests[r.request].sampling for r in running]
         choice = choose(logits, samplings, [r.generator for r in running], self.vocab_size)
         new, going_on = [], []
         for r, token, logprob, drawn in zip(running, *self._agree(choice)):
-            request = self.requests[r.request]
-            r.token, r.produced = int(token), r.produced + 1
-            finish = "stop" if r.token in request.stop else None
-            if finish is None and r.produced >= request.sampling.max_new_tokens:
-                finish = "length"
-            new.append(Sampled(r.request, r.sample, r.token, logprob, drawn, finish, r.experts))
-            r.experts = None
-            if finish is None:
+            new.append(self._took(r, int(token), logprob, drawn))
+            if new[-1].finish is None:
                 going_on.append(r)
-            elif request.keep:
-                self.kept[r.request, r.sample] = r.row
             else:
-                self.states.remove([r.row])
+                self._end(r)
         if running is self._running:
             self._running = going_on
         else:
             self._running += going_on
         return new
+
+    def _took(self, r: _Running, token: int, logprob: float, drawn: float) -> Sampled:
+        """Count a token of a sample, and see whether it is the last."""
+        request = self.requests[r.request]
+        r.token, r.produced = token, r.produced + 1
+        finish = "stop" if token in request.stop else None
+        if finish is None and r.produced >= request.sampling.max_new_tokens:
+            finish = "length"
+        experts, r.experts = r.experts, None
+        return Sampled(r.request, r.sample, token, logprob, drawn, finish, experts)
+
+    def _end(self, r: _Running) -> None:
+        """A sample is complete: keep its row for whoever asked for it, or free it."""
+        if self.requests[r.request].keep:
+            self.kept[r.request, r.sample] = r.row
+        else:
+            self.states.remove([r.row])
 
     def _agree(self, choice: Choice) -> list[list[float]]:
         """Tokens and log-probabilities as the first rank of the group drew them: rounding differs between ranks."""

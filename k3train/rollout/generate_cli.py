@@ -13,11 +13,14 @@ from typing import Any
 
 import torch.distributed as dist
 
+from k3train.config.rules_parallel import least_world_size
 from k3train.data.tokenizer import Tokenizer
 from k3train.errors import UserError
 from k3train.rollout.generate import BatchGenerator, Request, check_tokens
-from k3train.rollout.restore import restore, tokenizer_of
+from k3train.rollout.restore import read_layout, recipe_of, restore, tokenizer_of
+from k3train.rollout.restore_draft import add_draft, draft_recipe
 from k3train.rollout.sampling import SamplingConfig
+from k3train.rollout.speculative import DRAFT_TOKENS, MOST_DRAFT_TOKENS, SpeculativeGenerator
 from k3train.rollout.text import TextStream
 
 MOST_SAMPLES = 100_000  # of all prompts together; each has its result in memory from the start
@@ -166,6 +169,24 @@ def generate_texts(
         yield everything, result
 
 
+def check_draft_arguments(args: argparse.Namespace) -> None:
+    """Refuse what a draft cannot do, before anything is loaded.
+
+    Raises:
+        UserError: its number of tokens without a draft or out of range, a layout of several ranks, or a draft that is
+            none or does not fit the checkpoint.
+    """
+    if args.draft is None:
+        if args.draft_tokens is not None:
+            raise UserError(f"--draft-tokens {args.draft_tokens} says how many a draft proposes; give one with --draft")
+        return
+    if args.draft_tokens is not None and not 1 <= args.draft_tokens <= MOST_DRAFT_TOKENS:
+        raise UserError(f"--draft-tokens {args.draft_tokens} must lie between 1 and {MOST_DRAFT_TOKENS}")
+    if (ranks := least_world_size(read_layout(args.layout))) > 1:
+        raise UserError(f"--draft works on one rank, and the layout has {ranks}; leave the layout or --draft out")
+    draft_recipe(args.draft, recipe_of(args.checkpoint)[1])
+
+
 def run(args: argparse.Namespace) -> int:
     """Write the continuations to standard output; returns the exit code."""
     sampling = SamplingConfig(
@@ -184,6 +205,7 @@ def run(args: argparse.Namespace) -> int:
         raise UserError("--stop '' would end every text at once; give at least one character")
     for text in stop_strings:
         check_text("--stop", text)
+    check_draft_arguments(args)
     prompts = read_prompts(args.prompt, args.prompts)
     if len(prompts) * args.n > MOST_SAMPLES:
         raise UserError(
@@ -193,16 +215,22 @@ def run(args: argparse.Namespace) -> int:
     tokenizer, ends = tokenizer_of(args.checkpoint)
     restored = restore(args.checkpoint, layout=args.layout, command="generate", kernels=args.kernels, quant=args.quant)
     stop = frozenset() if args.ignore_eos else ends
-    generator = BatchGenerator(
-        restored.model,
-        min(tokenizer.vocab_size, restored.model.vocab_size),
-        max_rows=args.batch_size,
-        group=dist.group.WORLD,  # experts are reached in step, so all ranks generate the same
-    )
+    settings = {
+        "vocab_size": min(tokenizer.vocab_size, restored.model.vocab_size),
+        "max_rows": args.batch_size,
+        "group": dist.group.WORLD,  # experts are reached in step, so all ranks generate the same
+    }
+    if args.draft is None:
+        generator = BatchGenerator(restored.model, **settings)
+    else:
+        add_draft(restored, args.draft)
+        generator = SpeculativeGenerator(restored.model, draft_tokens=args.draft_tokens or DRAFT_TOKENS, **settings)
     request = {"sampling": sampling, "stop": stop, "samples": args.n}
     printer: Printer | None = None
     for results, _ in generate_texts(generator, tokenizer, prompts, request, stop_strings):
         if restored.rank == 0:
             printer = printer or Printer(results, args.json, args.n)
             printer.update()
+    if args.draft is not None:
+        print(f"k3train: {generator.summary()}", file=sys.stderr)
     return 0

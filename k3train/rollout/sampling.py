@@ -93,6 +93,18 @@ def draw(probs: torch.Tensor, generators: Sequence[torch.Generator]) -> torch.Te
     return torch.minimum(found, last).squeeze(1)
 
 
+def check_finite(logits: torch.Tensor) -> None:
+    """Raise UserError where logits [n, vocab] are not numbers, so the weights are not either."""
+    if not torch.isfinite(logits.amax(dim=-1)).all():
+        raise UserError("The model's logits are not finite; the checkpoint holds NaN or infinite weights")
+
+
+def log_probabilities(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+    """Of `tokens` [n] under logits [n, vocab] at temperature 1 over the whole vocabulary, [n] in fp64 nats."""
+    wide = logits.double()
+    return wide.gather(1, tokens.unsqueeze(1)).squeeze(1) - torch.logsumexp(wide, dim=-1)
+
+
 def choose(
     logits: torch.Tensor,
     samplings: Sequence[SamplingConfig],
@@ -104,8 +116,7 @@ def choose(
     Raises:
         UserError: the logits are not numbers, so the weights are not either.
     """
-    if not torch.isfinite(logits.amax(dim=-1)).all():
-        raise UserError("The model's logits are not finite; the checkpoint holds NaN or infinite weights")
+    check_finite(logits)
     allowed = logits[:, :vocab_size]
     tokens = torch.empty(len(logits), dtype=torch.long, device=logits.device)
     drawn = torch.zeros(len(logits), dtype=torch.float64, device=logits.device)
@@ -119,6 +130,4 @@ def choose(
         chosen = draw(probs, [generators[i] for i in rows])
         tokens[index] = chosen
         drawn[index] = probs.gather(1, chosen.unsqueeze(1)).squeeze(1).log()
-    wide = logits.double()
-    own = wide.gather(1, tokens.unsqueeze(1)).squeeze(1) - torch.logsumexp(wide, dim=-1)
-    return Choice(tokens, own, drawn)
+    return Choice(tokens, log_probabilities(logits, tokens), drawn)

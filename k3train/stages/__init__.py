@@ -32,13 +32,20 @@ def run_stage(config: RecipeConfig) -> int:
 
     platform.adapt(config.run.device)  # before the imports that bring Megatron-Core
     from k3train.stages.distill import DistillStage
+    from k3train.stages.draft import DraftStage
     from k3train.stages.inputs import check_inputs
     from k3train.stages.pretrain import PretrainStage
     from k3train.stages.rl import RLStage
     from k3train.stages.sft import SftStage
     from k3train.train.loop import run_training
 
-    stages = {"pretrain": PretrainStage, "sft": SftStage, "rl": RLStage, "distill": DistillStage}
+    stages = {
+        "pretrain": PretrainStage,
+        "sft": SftStage,
+        "rl": RLStage,
+        "distill": DistillStage,
+        "draft": DraftStage,
+    }
     here = platform.start(config.run.device, config.run.threads_per_rank, config.run.timeout_minutes)
     try:
         check_inputs(config)

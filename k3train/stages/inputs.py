@@ -36,10 +36,14 @@ def check_inputs(config: RecipeConfig) -> None:
 
 
 def _check_texts(config: RecipeConfig, tokenizer: Tokenizer) -> None:
+    conversations = config.stage.name in ("sft", "distill")
+    if config.stage.name == "draft":
+        conversations = config.draft.data == "conversations"
+    reads_corpora = config.stage.name != "draft" or not conversations
     corpora = [*config.data.train, *(config.data.valid if config.train.eval_samples else [])]
-    for corpus in corpora:
+    for corpus in corpora if reads_corpora else ():
         check_corpus(corpus.path, tokenizer.vocab_size, tokenizer.sha256, config.train.seq_length)
-    if config.stage.name in ("sft", "distill"):
+    if conversations:
         make_encoder(config.sft, tokenizer, config.data.tokenizer)
         find_sources(
             [*config.sft.train, *(config.sft.valid if config.train.eval_samples else [])], None, config.sft.split

@@ -64,10 +64,12 @@ def check_start(config: RecipeConfig, tokenizer: Tokenizer) -> None:
                 f" {as_override(now)} here; allowed: weights of the same shapes; try model={saved.model.name} or"
                 f" model.{key}={as_override(was)}"
             )
-    if config.model.mtp.num_layers > saved.model.mtp.num_layers:
+    drawn = config.stage.name == "draft" and config.draft.start == "new"
+    if config.model.mtp.num_layers > saved.model.mtp.num_layers and not drawn:
+        cure = f"model.mtp.num_layers={saved.model.mtp.num_layers}"
         raise UserError(
             f"checkpoint.load={given} has model.mtp.num_layers={saved.model.mtp.num_layers} and the recipe asks for"
-            f" {config.model.mtp.num_layers}; try model.mtp.num_layers={saved.model.mtp.num_layers}"
+            f" {config.model.mtp.num_layers}; try {'draft.start=new' if config.stage.name == 'draft' else cure}"
         )
     if (path / directory.TOKENIZER).is_dir():
         _check_tokenizer(config, tokenizer, load_tokenizer(path / directory.TOKENIZER))

@@ -6,6 +6,7 @@ form's extra work are left out, so MFU is comparable between implementations.
 
 from __future__ import annotations
 
+import dataclasses
 import re
 
 from k3train.config.model import ModelConfig
@@ -58,6 +59,17 @@ def model_flops(model: ModelConfig, seq_length: int) -> float:
         kda_key_dim=model.kda.head_dim,
         kda_value_dim=model.kda.head_dim,
     )
+
+
+def draft_flops(model: ModelConfig, seq_length: int, steps: int, blocks: int) -> float:
+    """FLOPs of one token in the training of a draft: the frozen target's forward, and `steps` steps both ways.
+
+    The head, which is frozen too, is counted as if it learned. `blocks` sums are fused with the last feature.
+    """
+    frozen = dataclasses.replace(model, mtp=dataclasses.replace(model.mtp, num_layers=0))
+    target = model_flops(frozen, seq_length)
+    fusion = 6.0 * (blocks + 1) * model.hidden_size**2
+    return target / 3 + steps * (model_flops(model, seq_length) - target) + fusion
 
 
 # Dense (no structured sparsity) tensor-core figures in FLOP/s of one device: {pattern: {dtype: peak}}.

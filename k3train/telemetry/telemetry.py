@@ -262,6 +262,8 @@ def _evaluation_text(step: int, metrics: dict[str, Any]) -> str:
         parts.append(f"loss {float(metrics['loss']):.4f} nats")
     if metrics.get("accuracy") is not None:
         parts.append(f"{float(metrics['accuracy']):.1%} right")
+    if metrics.get("acceptance_length") is not None:
+        parts.append(f"{float(metrics['acceptance_length']):.3f} tokens a round")
     if metrics.get("perplexity") is not None:
         parts.append(f"perplexity {float(metrics['perplexity']):.4g}")
     if metrics.get("bits_per_byte") is not None:

@@ -56,6 +56,8 @@ _STEP_NAMES = {
     "teacher_tokens": "distill/teacher_tokens",
     "teacher_loads": "distill/teacher_loads",
     "cross_entropy": "distill/cross_entropy",
+    "acceptance_length": "draft/acceptance_length",
+    **{f"acceptance_{step}": f"draft/acceptance_{step}" for step in range(1, 33)},
 }
 _EVAL_NAMES = {
     "loss": "loss/heldout",

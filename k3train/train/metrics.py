@@ -23,7 +23,7 @@ from k3train.parallel.balance import LayerBalance
 from k3train.parallel.balanced_dispatch import loads_of
 from k3train.parallel.dispatch_load import pool_loads
 from k3train.platform import Platform
-from k3train.telemetry.flops import model_flops, peak_flops
+from k3train.telemetry.flops import draft_flops, model_flops, peak_flops
 
 
 def memory_bytes(device: torch.device) -> int:
@@ -82,6 +82,8 @@ class Throughput:
     def of(config: RecipeConfig, here: Platform) -> Throughput:
         model, train = config.model, config.train
         per_token = model_flops(model, train.seq_length)
+        if config.stage.name == "draft":
+            per_token = draft_flops(model, train.seq_length, config.draft.steps, len(config.draft.blocks))
         name = torch.cuda.get_device_name(here.device) if here.kind == "cuda" else "cpu"
         peak = peak_flops(name, train.precision)
         tokens = train.global_batch_size * train.seq_length
