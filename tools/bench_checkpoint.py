@@ -78,7 +78,7 @@ class Bench:
         self.folder = from_first_rank(lambda: Path(tempfile.mkdtemp(prefix="k3train-bench-", dir=parent)))
         start_model_parallel(self.config.parallel)
         chunks, built = build_chunks(self.config, here.device)
-        models = wrap_data_parallel(chunks, built, self.config.parallel)
+        models = wrap_data_parallel(chunks, built, self.config.parallel, self.config.optim)
         optimizer = build_optimizer(self.config.optim, models, self.config.parallel, self.config.train.precision)
         self.built = (models, optimizer, build_schedule(self.config.optim, optimizer, 100))
         allocate_state(optimizer)

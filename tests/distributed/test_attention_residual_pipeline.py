@@ -74,7 +74,7 @@ def evaluate(rank: int, world_size: int, config: RecipeConfig, changed: bool) ->
 
     start_model_parallel(config.parallel)
     chunks, transformer_config = build_chunks(config)
-    models = wrap_data_parallel(chunks, transformer_config, config.parallel)
+    models = wrap_data_parallel(chunks, transformer_config, config.parallel, config.optim)
     runner = StepRunner(models, transformer_config, config.train, Loss(), torch.device("cpu"))
     rows = global_batch(config, 0)
     first = rows["document_ids"] == 0

@@ -1,7 +1,8 @@
-"""Optimizer state of all data-parallel ranks, put together by the first, without the padding of a bucket."""
+"""Optimizer state of all data-parallel ranks, put together by the first, each bucket where the buffer has it."""
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
 from types import SimpleNamespace
 from typing import Any
@@ -24,7 +25,10 @@ def value(kind: str, bucket: int, place: int) -> float:
 def optimizer_of(rank: int, ranks: int) -> GatheringOptimizer:
     """One rank's, with a parameter for each of its numbers that is no padding."""
     made = GatheringOptimizer.__new__(GatheringOptimizer)
-    buckets = [SimpleNamespace(numel_unpadded=held, grad_data=torch.empty(padded)) for held, padded in BUCKETS]
+    starts = itertools.accumulate((padded for _, padded in BUCKETS), initial=0)
+    buckets = [
+        SimpleNamespace(offset=start, grad_data=torch.empty(padded)) for start, (_, padded) in zip(starts, BUCKETS)
+    ]
     ranges = []
     for number, (held, padded) in enumerate(BUCKETS):
         share = padded // ranks
@@ -34,7 +38,8 @@ def optimizer_of(rank: int, ranks: int) -> GatheringOptimizer:
             for place in places
         }
         ranges.append({"param_map": {key: {"gbuf_local": span} for key, span in spans.items()}})
-    whole = SimpleNamespace(numel_unpadded=sum(held for held, _ in BUCKETS), grad_data=torch.empty(36), buckets=buckets)
+    held = sum(held for held, _ in BUCKETS)
+    whole = SimpleNamespace(numel=36, numel_unpadded=held, grad_data=torch.empty(36), buckets=buckets)
     made.__dict__.update(
         buffers=[whole],
         gbuf_ranges=[{torch.float32: ranges}],
@@ -67,5 +72,9 @@ def test_the_first_rank_has_every_number_in_its_place(monkeypatch: pytest.Monkey
                 assert all(not state[0][torch.float32][kind].any() for kind in KINDS)
         assert not any(sent.values())
         for kind in KINDS:
-            expected = [value(kind, number, place) for number, (held, _) in enumerate(BUCKETS) for place in range(held)]
-            assert state[0][torch.float32][kind].tolist() == expected
+            found, start = state[0][torch.float32][kind], 0
+            for number, (held, padded) in enumerate(BUCKETS):
+                expected = [value(kind, number, place) for place in range(held)]
+                assert found[start : start + held].tolist() == expected
+                start += padded
+            assert found.numel() == start
