@@ -18,6 +18,7 @@
 #   K3_MAX_REQUEUES    how often a job may start anew; 1000
 #   K3_MAX_FAILURES    failures in a row, without a newer checkpoint or a stop between, after which a job no longer
 #                      requeues itself; 3, 0: none is forgiven
+#   K3_RETRY_SECONDS   seconds between five tries to have this job requeued, where Slurm's controller does not answer; 5
 #   K3_NOTES           a folder that all nodes share, for what they tell each other; $K3_ROOT/.k3train-jobs
 #   K3_EXIT_WAIT       seconds the other ranks have once one has ended; 180
 #   K3_MASTER_ADDR     where the ranks meet; the first node's name, or its NodeAddr where the name does not resolve
@@ -95,20 +96,32 @@ trap 'k3_on_signal SIGTERM' TERM
 
 # Put this job back into the queue, without the nodes given, and exit. Returns where that is not possible.
 k3_requeue() { # WHY [NODES]
-    local state excluded
+    local state='' excluded answer='' try
     if [ "${SLURM_RESTART_COUNT:-0}" -ge "${K3_MAX_REQUEUES:-1000}" ]; then
         k3_say "$1; K3_MAX_REQUEUES=${K3_MAX_REQUEUES:-1000} starts are used up, so it is not requeued"
         return
     fi
-    # Slurm requeues or cancels what it has ended itself; a requeue would bring a cancelled job back.
-    state=$(scontrol show job -o "$(k3_job)" | sed -n 's/.* JobState=\([A-Z_]*\).*/\1/p')
-    if [ "$state" != RUNNING ]; then
-        k3_say "$1; Slurm has ended this start itself (JobState=${state:-unknown})"
+    # A controller that many ask at once may not answer at the first time.
+    for try in 1 2 3 4 5; do
+        [ "$try" = 1 ] || sleep "${K3_RETRY_SECONDS:-5}"
+        state=$(scontrol show job -o "$(k3_job)" | sed -n 's/.* JobState=\([A-Z_]*\).*/\1/p')
+        [ -n "$state" ] || continue
+        if [ "$state" != RUNNING ]; then
+            [ -z "$answer" ] || break # the requeue came through, and only its answer did not
+            # Slurm requeues or cancels what it has ended itself; a requeue would bring a cancelled job back.
+            k3_say "$1; Slurm has ended this start itself (JobState=$state)"
+            return
+        fi
+        [ -n "$answer" ] || k3_say "$1; the job requeues itself"
+        trap '' TERM USR1 # the requeue ends this script too, and what follows has to be done before
+        answer=$(scontrol requeue "$(k3_job)" 2>&1) && break
+        answer=${answer:-no answer} state=
+        case $answer in *disabled*) break ;; esac
+    done
+    if [ -z "$state" ]; then
+        k3_say "$1; the job could not be requeued: ${answer:-Slurm does not say how it stands} (is it handed in with --no-requeue?)"
         return
     fi
-    k3_say "$1; the job requeues itself"
-    trap '' TERM USR1 # the requeue ends this script too, and what follows has to be done before
-    scontrol requeue "$(k3_job)" || { k3_say "the job could not be requeued (is it handed in with --no-requeue?)"; return; }
     if [ -n "${2:-}" ]; then # possible only now that the job is pending
         excluded=$(scontrol show job -o "$(k3_job)" | sed -n 's/.* ExcNodeList=\([^ ]*\).*/\1/p')
         [ "$excluded" = "(null)" ] && excluded=

@@ -111,7 +111,7 @@ class TrainingStep:
         start_model_parallel(config.parallel)
         self.config = config
         self.chunks, transformer_config = build_chunks(config, here.device)
-        self.models = wrap_data_parallel(self.chunks, transformer_config, config.parallel)
+        self.models = wrap_data_parallel(self.chunks, transformer_config, config.parallel, config.optim)
         self.optimizer = build_optimizer(config.optim, self.models, config.parallel, config.train.precision)
         self.runner = StepRunner(self.models, transformer_config, config.train, RandomTokens(), here.device)
         rows = config.train.micro_batch_size * parallel_state.get_data_parallel_world_size()

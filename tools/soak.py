@@ -12,6 +12,7 @@ import json
 import os
 import random
 import shlex
+import statistics
 import subprocess
 import sys
 import threading
@@ -125,9 +126,10 @@ def _descends(entry: Path, ancestor: int) -> bool:
 
 def run_to_the_end(
     options: argparse.Namespace, corpus: Path, run_dir: Path, faults: list[dict[str, Any]]
-) -> tuple[list[int], list[int]]:
-    """Start until it ends with 0; returns the exit codes, and the memory of the last start."""
+) -> tuple[list[int], list[list[int]]]:
+    """Start until it ends with 0; returns the exit codes, and the memory of each start."""
     codes: list[int] = []
+    memory: list[list[int]] = []
     while len(codes) <= 2 * len(faults) + 1:  # a loaded machine may be slow enough to be taken for a hang
         with (run_dir.parent / f"{run_dir.name}.log").open("ab") as log:
             process = subprocess.Popen(command(options, corpus, run_dir, faults), stdout=log, stderr=log)
@@ -136,10 +138,11 @@ def run_to_the_end(
             watch.start()
             codes.append(process.wait(options.timeout))
             watch.join()
+        memory.append(samples)
         print(f"{run_dir.name}: start {len(codes)} ended with exit code {codes[-1]}", flush=True)
         if codes[-1] in (0, 2):
             break
-    return codes, samples
+    return codes, memory
 
 
 def records(run_dir: Path) -> list[dict[str, Any]]:
@@ -175,8 +178,25 @@ def _flatten(tree: Any, prefix: str = "") -> list[tuple[str, Any]]:
 def growth(samples: list[int]) -> float:
     """Memory of the last fifth of a run over that of the second fifth (medians), minus one."""
     fifth = max(1, len(samples) // 5)
-    early, late = sorted(samples[fifth : 2 * fifth] or samples), sorted(samples[-fifth:])
-    return late[len(late) // 2] / max(1, early[len(early) // 2]) - 1
+    return settled(samples) / max(1, statistics.median(samples[fifth : 2 * fifth] or samples)) - 1
+
+
+def settled(samples: list[int]) -> float:
+    """Memory of a start's last fifth (median)."""
+    return statistics.median(samples[-max(1, len(samples) // 5) :])
+
+
+def compare_memory(clean: list[int], broken: list[list[int]], most: float, result: dict[str, Any]) -> list[str]:
+    """What grew, of the undisturbed run in itself, and of the broken run's starts over it; adds numbers to `result`.
+
+    A start that goes on from a checkpoint has loaded it, and may hold no more than the run that never did.
+    """
+    result["growth"] = growth(clean)
+    result["megabytes"] = [round(s / 1e6) for s in clean[:: max(1, len(clean) // 10)]]
+    result["broken_megabytes"] = [round(settled(samples) / 1e6) for samples in broken]
+    result["broken_over_clean"] = max(map(settled, broken)) / settled(clean) - 1
+    told = {"growth": "memory grew by", "broken_over_clean": "a start of the broken run holds more memory by"}
+    return [f"{what} {result[key]:.1%}" for key, what in told.items() if result[key] > most]
 
 
 def main() -> int:
@@ -197,8 +217,8 @@ def main() -> int:
     options.out.mkdir(parents=True)
     corpus, faults = make_corpus(options.out), choose_faults(options)
     print(f"{len(faults)} faults: " + ", ".join(f"{f['kind']} at {f['step']}" for f in faults), flush=True)
-    clean_codes, samples = run_to_the_end(options, corpus, options.out / "clean", [])
-    codes, _ = run_to_the_end(options, corpus, options.out / "broken", faults)
+    clean_codes, clean_memory = run_to_the_end(options, corpus, options.out / "clean", [])
+    codes, broken_memory = run_to_the_end(options, corpus, options.out / "broken", faults)
     result: dict[str, Any] = {"faults": faults, "codes": codes, "clean_codes": clean_codes}
     problems = []
     if codes[-1] or clean_codes != [0]:
@@ -213,17 +233,16 @@ def main() -> int:
             problems.append(f"record {first} of metrics.jsonl differs")
         last = f"checkpoints/step_{options.steps:08d}"
         count, differ = differing_tensors(options.out / "broken" / last, options.out / "clean" / last)
-        result["tensors"], result["growth"] = count, growth(samples)
-        result["megabytes"] = [round(s / 1e6) for s in samples[:: max(1, len(samples) // 10)]]
+        result["tensors"] = count
         if differ:
             problems.append(f"{len(differ)} of {count} tensors differ, such as {differ[0]}")
-        if result["growth"] > options.most_growth:
-            problems.append(f"memory grew by {result['growth']:.1%}")
+        problems += compare_memory(clean_memory[-1], broken_memory, options.most_growth, result)
     result["problems"] = problems
     (options.out / "soak.json").write_text(json.dumps(result, indent=1), encoding="utf-8")
     print(
         "\n".join(problems)
-        or f"the same bits: {result['records']} records, {result['tensors']} tensors; memory {result['growth']:+.1%}"
+        or f"the same bits: {result['records']} records, {result['tensors']} tensors; memory {result['growth']:+.1%}, "
+        f"of the broken run's starts at most {result['broken_over_clean']:+.1%} beside it"
     )
     return 1 if problems else 0
 

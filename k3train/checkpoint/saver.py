@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gc
 import json
+import secrets
 import shutil
 import time
 from collections.abc import Callable, Iterator
@@ -26,7 +27,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from k3train.checkpoint import directory, manifest, retention, rng, store
 from k3train.checkpoint.replay import Replay, Strategy, UnlikeError
 from k3train.checkpoint.state import TrainState
-from k3train.checkpoint.writing import Work, Writing, live_storages, new_attempt, own_copies
+from k3train.checkpoint.writing import Work, Writing, live_storages, own_copies
 from k3train.config.schema import CheckpointConfig
 from k3train.errors import StorageError, UserError
 
@@ -53,6 +54,7 @@ class _Pending:
     writing: Writing
     started: float
     pause: float  # seconds of training that this save has cost so far
+    copying: float  # of these, of having what is to be written
     stage: str | None = None  # the stage's state
     committing: Work | None = None  # once all ranks have written; there is work to it on rank 0
     troubles: list[str] = field(default_factory=list)  # of removing older ones
@@ -127,14 +129,20 @@ class Saver:
         if self._pending and (last or not self.config.async_save):
             self._complete(last)
 
-    def poll(self) -> None:
-        """Go on with the checkpoint that is being written: commit it if every rank has written its part."""
+    def is_idle(self) -> bool:
+        """Whether no thread of this rank works at the checkpoint that is being written, if there is one."""
+        return self._pending is None or (self._pending.committing or self._pending.writing).is_done()
+
+    def poll(self, all_idle: bool | None = None) -> None:
+        """Go on with the checkpoint that is being written: commit it if every rank has written its part.
+
+        `all_idle` is whether every rank has said `is_idle` since the last call; without it they are asked.
+        """
         pending = self._pending
         if pending is None:
             return
         started = time.perf_counter()
-        # Collectives only while a checkpoint is being written, which all ranks know alike.
-        done = self._all((pending.committing or pending.writing).is_done())
+        done = self._all(self.is_idle()) if all_idle is None else all_idle
         if done and pending.committing is None:
             self._guarded(lambda: self._start_commit(pending, in_thread=True), last=False)
             done = False
@@ -157,10 +165,13 @@ class Saver:
 
     def _all(self, mine: bool) -> bool:
         """Whether it holds on every rank."""
-        device = next(self.models[0].parameters()).device
-        votes = torch.tensor([int(mine)], device=device)
-        dist.all_reduce(votes, op=dist.ReduceOp.MIN)
-        return bool(votes)
+        return bool(self._least(int(mine))[0])
+
+    def _least(self, *mine: int) -> list[int]:
+        """The least of each number over all ranks."""
+        numbers = torch.tensor(mine, device=next(self.models[0].parameters()).device)
+        dist.all_reduce(numbers, op=dist.ReduceOp.MIN)
+        return numbers.tolist()
 
     def _make_room(self, step: int, last: bool) -> bool:
         """Wait for the checkpoint that is being written, or say that this one is skipped."""
@@ -190,31 +201,52 @@ class Saver:
             )
         return True
 
-    def _begin(
-        self, state: TrainState, guards: dict[str, Any], stage: dict[str, Any] | None, in_thread: bool
-    ) -> None:
+    def _begin(self, state: TrainState, guards: dict[str, Any], stage: dict[str, Any] | None, in_thread: bool) -> None:
         started = time.perf_counter()
-        attempt = new_attempt()
+        attempt, ready = self._open(state.step)
         partial = directory.partial_of(self.root, state.step, attempt)
-        failure = store.on_first_rank(lambda: partial.mkdir(parents=True))
-        self._check(failure, f"The checkpoint directory {partial} cannot be made")
         marker = self._marker(state, guards)
         stage_text = None if stage is None else json.dumps(stage)
+        copied_from = time.perf_counter()
         with store.current_parameters(self.models):
-            try:
-                writing = self._plan(partial, in_thread)
-            except (CheckpointException, CheckpointingException, OSError) as error:
-                failure = store.reason(error)
-            self._check(store.agree(failure), f"The checkpoint in {partial} cannot be written", partial)
+            if ready:  # nothing of it can fail on one rank alone
+                writing = Writing(partial, self._replay.buckets(partial), self._replay.metadata)
+            else:
+                writing = self._planned(partial, in_thread)
+            copying = time.perf_counter() - copied_from
             writing.start(in_thread)
         pause = time.perf_counter() - started
-        self._pending = _Pending(state.step, attempt, marker, writing, started, pause, stage_text)
+        self._pending = _Pending(state.step, attempt, marker, writing, started, pause, copying, stage_text)
+
+    def _open(self, step: int) -> tuple[str, bool]:
+        """Make the folder of a new attempt; its name, and whether every rank can replay. One message if all is well."""
+        number, failure = 1 << 32, None
+        if dist.get_rank() == 0:
+            number = secrets.randbits(32)
+            try:
+                directory.partial_of(self.root, step, f"{number:08x}").mkdir(parents=True)
+            except OSError as error:
+                failure = store.reason(error)
+        holds = self._replay is not None and self._replay.still_holds()
+        ready, made, number = self._least(int(holds), int(failure is None), number)
+        partial = directory.partial_of(self.root, step, f"{number:08x}")
+        if not made:
+            self._check(store.agree(failure), f"The checkpoint directory {partial} cannot be made")
+        return f"{number:08x}", bool(ready)
+
+    def _planned(self, partial: Path, in_thread: bool) -> Writing:
+        """What this rank is to write, by a plan that may fail."""
+        failure = None
+        try:
+            writing = self._plan(partial, in_thread)
+        except (CheckpointException, CheckpointingException, OSError) as error:
+            failure = store.reason(error)
+        self._check(store.agree(failure), f"The checkpoint in {partial} cannot be written", partial)
+        return writing
 
     def _plan(self, partial: Path, in_thread: bool) -> Writing:
         """What this rank is to write; with `in_thread`, of copies that training does not change."""
         if self._replay is not None:
-            if self._all(self._replay.still_holds()):
-                return Writing(partial, self._replay.buckets(partial), self._replay.metadata)
             self._replay = None
             self.tell("tensors of the run have moved: from here on each checkpoint is planned anew, and pauses longer")
         with _quick_collection():
@@ -274,6 +306,7 @@ class Saver:
             f"checkpoint {path} committed in {seconds:.1f} s{how}",
             seconds=seconds,
             pause=pause,
+            copy_seconds=pending.copying,
             write_seconds=pending.writing.seconds,
         )
         for trouble in pending.troubles:

@@ -9,7 +9,6 @@ other ranks.
 from __future__ import annotations
 
 import pickle
-import secrets
 import threading
 import time
 from collections.abc import Callable
@@ -23,12 +22,6 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from k3train.checkpoint import manifest, store
 from k3train.checkpoint.replay import Bucket, model_tensors
-from k3train.parallel.first_rank import from_first_rank
-
-
-def new_attempt() -> str:
-    """A name for one writing of a checkpoint, the same on every rank."""
-    return from_first_rank(lambda: secrets.token_hex(4))
 
 
 def live_storages(models: list[torch.nn.Module], optimizer: Any) -> set[int]:

@@ -97,7 +97,7 @@ class _Plain:
         config.parallel.transformer_impl = "local"
         chunks, transformer_config = build_chunks(config, "cpu", init=False)
         self.model = chunks[0]
-        self.models = wrap_data_parallel(chunks, transformer_config, config.parallel)
+        self.models = wrap_data_parallel(chunks, transformer_config, config.parallel, config.optim)
         self.optimizer: MegatronOptimizer = build_optimizer(
             config.optim, self.models, config.parallel, config.train.precision
         )

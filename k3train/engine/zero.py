@@ -23,6 +23,7 @@ from k3train.model.experts import weights_changed
 from k3train.model.packing import Packing
 from k3train.optim.build import build_schedule
 from k3train.optim.policy import Treatment, apply_policy, optimizer_table
+from k3train.parallel.pieces import pieces
 from k3train.platform import Platform
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -206,12 +207,20 @@ class ZeroRunner:
         return self._pool(reported)
 
     @torch.no_grad()
-    def evaluate(self, batches: list[Batch]) -> Reports:
-        """Averages over held-out micro-batches; router statistics and gradients stay untouched."""
+    def evaluate(self, batches: list[Batch], stop: Callable[[], bool] | None = None) -> Reports | None:
+        """Averages over held-out micro-batches; router statistics and gradients stay untouched.
+
+        Every few micro-batches `stop` is asked, on all ranks alike; None where it said so before the last.
+        """
         self.engine.eval()
         weights_changed([self.engine])
         try:
-            return self._pool([self._forward(batch)[2] for batch in batches])
+            reported: list[dict[str, torch.Tensor]] = []
+            for piece in pieces(batches, stop):
+                if piece is None:
+                    return None
+                reported += [self._forward(batch)[2] for batch in piece]
+            return self._pool(reported)
         finally:
             self.engine.train()
 

@@ -9,6 +9,7 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer_config import ParamKey, ParamPredicate
+from megatron.core.optimizer.param_layout import FullParamLayout
 from megatron.core.optimizer_param_scheduler import ParamGroupOverride
 
 from k3train.config.schema import MuonConfig, OptimConfig, ParallelConfig
@@ -26,6 +27,7 @@ from k3train.optim.sharded import (
     named_parts,
 )
 from k3train.optim.two_phase import TwoPhaseOptimizer, in_two_phases
+from k3train.parallel.buffers import bucket_elements, lay_out
 
 __all__ = ["allocate_state", "build_optimizer", "build_schedule", "named_parts", "wrap_data_parallel"]
 
@@ -33,18 +35,43 @@ Treatments = dict[torch.nn.Parameter, Treatment]
 
 
 def wrap_data_parallel(
-    chunks: list[torch.nn.Module], config: K3TransformerConfig, parallel: ParallelConfig
+    chunks: list[torch.nn.Module], config: K3TransformerConfig, parallel: ParallelConfig, optim: OptimConfig
 ) -> list[DistributedDataParallel]:
-    """Give every chunk its gradient buffers; gradients are accumulated and reduced in fp32."""
+    """Give every chunk its gradient buffers; gradients are accumulated and reduced in fp32. All ranks take part.
+
+    Raises:
+        UserError: `optim.policy` does not fit the model.
+    """
     ddp = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
         use_distributed_optimizer=parallel.distributed_optimizer,
         overlap_grad_reduce=parallel.overlap_grad_reduce,
         overlap_param_gather=parallel.overlap_param_gather,
     )
-    return [
-        DistributedDataParallel(config, ddp, chunk, disable_bucketing=index > 0) for index, chunk in enumerate(chunks)
-    ]
+    muon = {p for p, treatment in apply_policy(optim, chunks).items() if treatment.muon}
+    models = []
+    for index, chunk in enumerate(chunks):
+        layout = _buffers(chunk, muon, index, ddp) if parallel.distributed_optimizer else None
+        models.append(
+            DistributedDataParallel(config, ddp, chunk, disable_bucketing=index > 0, full_param_layout=layout)
+        )
+    return models
+
+
+def _buffers(
+    chunk: torch.nn.Module, muon: set[torch.nn.Parameter], index: int, ddp: DistributedDataParallelConfig
+) -> FullParamLayout:
+    bucket = bucket_elements(
+        ddp.overlap_grad_reduce,
+        parallel_state.get_pipeline_model_parallel_rank(),
+        index,
+        parallel_state.get_data_parallel_world_size(),
+    )
+    ranks = (
+        parallel_state.get_data_parallel_world_size(with_context_parallel=True),
+        parallel_state.get_expert_data_parallel_world_size(),
+    )
+    return lay_out([p for p in chunk.parameters() if p.requires_grad], muon, bucket, ranks, ddp)
 
 
 def build_optimizer(

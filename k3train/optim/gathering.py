@@ -26,7 +26,10 @@ class GatheringOptimizer(DistributedOptimizer):
         What is returned is overwritten by the next call.
         """
         if empty_data or use_gloo_comm or not return_on_all_ranks:
-            return super().get_parameter_state_dp_zero(use_gloo_comm, empty_data, return_on_all_ranks)
+            empty = super().get_parameter_state_dp_zero(use_gloo_comm, empty_data, return_on_all_ranks)
+            if empty_data and empty is not None:
+                self._leave_room_for_padding(empty)
+            return empty
         state: dict[Any, Any] = {"buckets_coalesced": True}
         for index, ranges in enumerate(self.gbuf_ranges):
             ((dtype, buckets),) = ranges.items()
@@ -55,43 +58,65 @@ class GatheringOptimizer(DistributedOptimizer):
             self._kept[key, index] = kept
         return kept[:size]
 
+    def _leave_room_for_padding(self, empty: dict) -> None:
+        """What a checkpoint is loaded into, as large as `param_index_map` takes it to be (see `_gather`)."""
+        for index, buffer in enumerate(self.buffers):
+            (tensors,) = empty[index].values()
+            for key, tensor in tensors.items():
+                if isinstance(tensor, torch.Tensor) and tensor.numel() < buffer.numel:
+                    tensors[key] = torch.zeros(buffer.numel, dtype=tensor.dtype, device=tensor.device)
+
     @torch.no_grad()
     def _gather(self, index: int, buckets: list[dict]) -> dict[str, Any]:
-        """One buffer's tensors by kind, without the padding between its buckets."""
+        """One buffer's tensors by kind, where `param_index_map` says.
+
+        Megatron-Core 0.19 leaves out the padding at the end of each bucket, and then takes parameters out by that map,
+        which counts it: those of every bucket after a padded one would be stored shifted.
+        """
         buffer, keys = self.buffers[index], ("param", *self.optimizer_state_keys)
-        size, ranks = buffer.numel_unpadded, self.data_parallel_group.size()
+        size, ranks = buffer.numel, self.data_parallel_group.size()
         device = buffer.grad_data.device
         whole = dict.fromkeys(keys, torch.zeros(()).expand(size))
         if self.data_parallel_group.rank() == 0:
             whole = {key: self._keep(key, index, size, "cpu", pinned=device.type == "cuda") for key in keys}
-        start = 0
-        for number, ranges in enumerate(buckets):
-            bucket = buffer.buckets[number]
-            end = start + bucket.numel_unpadded
+        for bucket, ranges in zip(buffer.buckets, buckets, strict=True):
+            start, end = bucket.offset, bucket.offset + bucket.grad_data.numel()
             shards = [
                 (span["gbuf_local"], self._get_main_param_and_optimizer_states(parameter))
                 for parameter, span in ranges["param_map"].items()
             ]
+            share = (end - start) // ranks  # a bucket is padded to whole shares
             for key in keys:
-                # One rank holds all of a bucket, and its end is padding.
-                share = bucket.grad_data.numel() // ranks
-                own = whole[key][start:end] if ranks == 1 else self._scratch(0, share, device)
-                for local, tensors in shards:
-                    own[local.start : local.end].copy_(tensors[key])
+                target = whole[key][start:end]
+                own = self._own_place(target, share, ranks, device)
+                places = [own[local.start : local.end] for local, _ in shards]
+                if places:
+                    torch._foreach_copy_(places, [tensors[key] for _, tensors in shards])
                 if ranks > 1:
-                    self._collect(own, whole[key][start:end], ranks)
-            start = end
-        return {**whole, "numel_unpadded": size}
+                    self._collect(own, target, ranks)
+        return {**whole, "numel_unpadded": buffer.numel_unpadded}
+
+    def _own_place(self, target: torch.Tensor, share: int, ranks: int, device: torch.device) -> torch.Tensor:
+        """Where this rank's share of a bucket is put together: on the host, the first rank's in its place at once."""
+        if ranks == 1:
+            return target
+        is_here = device.type == "cpu" and self.data_parallel_group.rank() == 0
+        return target[:share] if is_here else self._scratch(0, share, device)
 
     def _collect(self, own: torch.Tensor, target: torch.Tensor, ranks: int) -> None:
         """Every rank's share of a bucket to the first one's `target`."""
-        parts = None
-        if self.data_parallel_group.rank() == 0:
-            collected = self._scratch(1, ranks * own.numel(), own.device)
-            parts = list(collected.view(ranks, -1))
-        dist.gather(own, parts, group=self.data_parallel_group, group_dst=0)
-        if parts is not None:
-            target.copy_(collected[: target.numel()])
+        group, size = self.data_parallel_group, own.numel()
+        is_first = group.rank() == 0
+        if own.is_cuda:
+            collected = self._scratch(1, ranks * size, own.device) if is_first else None
+            dist.gather(own, None if collected is None else list(collected.view(ranks, -1)), group=group, group_dst=0)
+            if collected is not None:
+                target.copy_(collected)
+        elif not is_first:
+            dist.send(own, group=group, group_dst=0)
+        else:  # Gloo's gather would copy everything twice more; the first rank's own lies there already
+            for peer in range(1, ranks):
+                dist.recv(target[peer * size : (peer + 1) * size], group=group, group_src=peer)
 
     def _scratch(self, number: int, size: int, device: torch.device) -> torch.Tensor:
         """Memory for the moment; on CUDA the allocator keeps it."""

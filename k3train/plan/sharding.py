@@ -12,11 +12,11 @@ from dataclasses import dataclass, field, replace
 
 import torch
 from megatron.core.distributed import DistributedDataParallelConfig
-from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 from k3train.config.layout import expand_layout
 from k3train.config.rules_parallel import data_parallel_size
 from k3train.config.schema import RecipeConfig
+from k3train.parallel.buffers import bucket_elements, lay_out
 from k3train.parallel.stages import layout_text, stage_contents, traffic_of
 from k3train.plan.inventory import Inventory, Tensor
 
@@ -114,25 +114,23 @@ class StageLayout:
             use_distributed_optimizer=self.sharded,
             overlap_grad_reduce=config.parallel.overlap_grad_reduce,
         )
-        bucket = None
-        if config.parallel.overlap_grad_reduce and pipeline_rank == 0:
-            bucket = max(40_000_000, 1_000_000 * (self.groups.data // config.parallel.context))
         for chunk, members in enumerate(stage_tensors(inventory, config, pipeline_rank)):
             stand_ins = {_stand_in(t, shared, config): t for t, shared in members}
             self.common.weights += sum(p.numel() * p.element_size() for p in stand_ins)
             self.common.expert_parameters += sum(p.numel() for p, t in stand_ins.items() if t.expert)
             trained = [p for p, t in stand_ins.items() if t.trained]
             if self.sharded:
-                self._lay_out(trained, stand_ins, chunk, bucket if chunk == 0 else None, ddp)
+                data = self.groups.data // config.parallel.context
+                bucket = bucket_elements(ddp.overlap_grad_reduce, pipeline_rank, chunk, data)
+                self._lay_out(trained, stand_ins, chunk, bucket, ddp)
             else:
                 self._take_whole(trained, stand_ins, chunk)
 
     def _lay_out(
         self, trained: list, stand_ins: dict, chunk: int, bucket: int | None, ddp: DistributedDataParallelConfig
     ) -> None:
-        layouts = DistributedOptimizer.compute_full_param_layout(
-            trained, bucket, self.groups.data, ddp, expert_data_parallel_world_size=self.groups.expert_data
-        ).layouts
+        muon = {p for p in trained if stand_ins[p].muon}
+        layouts = lay_out(trained, muon, bucket, (self.groups.data, self.groups.expert_data), ddp).layouts
         for key, layout in layouts.items():
             numel = layout.bucket_indices[-1][1]
             size = key.param_dtype.itemsize

@@ -53,7 +53,7 @@ class MegatronEngine:
     def __init__(self, config: RecipeConfig, stage: Stage, here: Platform) -> None:
         self.config = config
         chunks, transformer_config = build_chunks(config, here.device)
-        self.models = wrap_data_parallel(chunks, transformer_config, config.parallel)
+        self.models = wrap_data_parallel(chunks, transformer_config, config.parallel, config.optim)
         self.optimizer = build_optimizer(config.optim, self.models, config.parallel, config.train.precision)
         self.schedule = build_schedule(config.optim, self.optimizer, config.train.steps)
         self.runner = StepRunner(self.models, transformer_config, config.train, stage, here.device)

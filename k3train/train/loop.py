@@ -77,6 +77,7 @@ class Trainer:
         self.held_out: list[dict[str, float]] = []  # evaluations of this process
         self.flag_raised = 0  # the stop signal that all ranks agreed on after the last step
         self.save_now = False  # after a rollback
+        self._all_written = False  # whether no rank's threads were at a checkpoint after the last step
         self._own_seconds = 0.0  # of the last step, until this rank's gradients were ready
         self.guards = Guards(config.guards, here.device, self.origin.guards)
         self.stragglers = Stragglers(config.guards)
@@ -186,33 +187,43 @@ class Trainer:
         return clipped
 
     def _agree(self) -> int:
-        """Share peak memory, stop requests and own times, so that every rank stops after the same step."""
+        """Share peak memory, stop requests, own times and who still writes, so that every rank does the same next."""
         device = self.here.device
-        mine = [memory_bytes(device), self.flag.signal, self._own_seconds]
+        mine = [memory_bytes(device), self.flag.signal, self._own_seconds, self.saver.is_idle()]
         shared = torch.empty(self.here.world_size * len(mine), dtype=torch.float64, device=device)
         dist.all_gather_into_tensor(shared, torch.tensor(mine, dtype=torch.float64, device=device))
-        memory, signals, own = shared.view(-1, len(mine)).T.tolist()
+        memory, signals, own, idle = shared.view(-1, len(mine)).T.tolist()
         self.flag_raised = int(max(signals))
+        self._all_written = bool(min(idle))
         told = self.stragglers.look(self.state.step, own)
         if told is not None:
             self.telemetry.alert(told, rank=self.stragglers.metrics["slowest"])
         return int(max(memory))
 
     def _evaluate(self) -> None:
-        """Evaluate, and take note of a stop request that came meanwhile."""
+        """Evaluate, and take note of a stop request that came meanwhile; the next start makes what it cuts short."""
         self.watchdog.beat(f"the evaluation after step {self.state.step}")
+        whole = True
         if (own := hooks.evaluation(self.stage)) is not None:
             self.telemetry.evaluation({"step": self.state.step, **own})
         elif (held_out := self.stage.held_out()) is not None:
-            self._evaluate_on(held_out)
+            whole = self._evaluate_on(held_out)
+        asked = self._stop_asked()
+        if self.state.step < self.config.train.steps or not whole:  # else there is nothing left to stop
+            self.flag_raised = asked
+
+    def _stop_asked(self) -> int:
+        """The stop signal that any rank got, on every rank."""
         flag = torch.tensor([self.flag.signal], device=self.here.device)
         dist.all_reduce(flag, op=dist.ReduceOp.MAX)
-        if self.state.step < self.config.train.steps:  # else there is nothing left to stop
-            self.flag_raised = int(flag)
+        return int(flag)
 
-    def _evaluate_on(self, held_out: list[Batch]) -> None:
+    def _evaluate_on(self, held_out: list[Batch]) -> bool:
+        """Whether it came to its end."""
         with self.timers.phase("eval"):
-            reports = self.runner.evaluate(held_out)
+            reports = self.runner.evaluate(held_out, stop=lambda: self._stop_asked() > 0)
+        if reports is None:
+            return False
         loss = reports["loss"]
         metrics = {"step": self.state.step, **reports, "perplexity": math.exp(min(loss, 80.0))}
         if self.stage.bytes_per_token:
@@ -220,6 +231,7 @@ class Trainer:
         metrics["eval_time"] = self.timers.collect()["eval"]
         self.held_out.append(metrics)
         self.telemetry.evaluation(metrics)
+        return True
 
     def _save(self) -> None:
         """Save where that is due, or go on with a checkpoint that is being written."""
@@ -234,7 +246,7 @@ class Trainer:
                     if self.faults.break_saves:
                         self.saver.settle()
             else:
-                self.saver.poll()
+                self.saver.poll(self._all_written)
         self.save_now = False
         committed = self.saver.last_committed
         if committed != before:

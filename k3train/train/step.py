@@ -19,6 +19,7 @@ from k3train.model.mtp import mtp_targets
 from k3train.model.packing import Packing
 from k3train.model.transformer_config import K3TransformerConfig
 from k3train.parallel.communicator import StageCommunicator
+from k3train.parallel.pieces import pieces
 from k3train.train.stage import Batch, Stage
 
 Reports = dict[str, float]
@@ -53,7 +54,12 @@ class StepRunner:
         for model in self.models:
             model.train()
             model.zero_grad_buffer()
-        return self._run(batches, forward_only=False)
+        # Quantized copies of the weights serve this run's micro-batches and no others: an optimizer or a checkpoint
+        # may have written to the weights since, and afterwards the copies would only take memory.
+        weights_changed(self.models)
+        reported = self._run(batches, forward_only=False)
+        weights_changed(self.models)
+        return self._pool(reported)
 
     def close(self) -> None:
         """The run is over: let go of what Megatron-Core's configuration holds.
@@ -71,24 +77,32 @@ class StepRunner:
         finalize_model_grads(*args, **kwargs)
 
     @torch.no_grad()
-    def evaluate(self, batches: list[Batch]) -> Reports:
-        """Averages over held-out micro-batches; router statistics and gradients stay untouched."""
+    def evaluate(self, batches: list[Batch], stop: Callable[[], bool] | None = None) -> Reports | None:
+        """Averages over held-out micro-batches; router statistics and gradients stay untouched.
+
+        Every few micro-batches `stop` is asked, on all ranks alike; None where it said so before the last.
+        """
         for model in self.models:
             model.eval()
         try:
-            return self._run(batches, forward_only=True)
+            weights_changed(self.models)
+            reported: list[dict[str, torch.Tensor]] = []
+            for piece in pieces(batches, stop, self.config.pipeline_model_parallel_size):
+                if piece is None:
+                    return None
+                reported += self._run(piece, forward_only=True)
+            return self._pool(reported)
         finally:
+            weights_changed(self.models)
             for model in self.models:
                 model.train()
 
-    def _run(self, batches: list[Batch], forward_only: bool) -> Reports:
+    def _run(self, batches: list[Batch], forward_only: bool) -> list[dict[str, torch.Tensor]]:
+        """What the micro-batches report, on the last stage."""
         # One shared `Packing` per micro-batch, so that virtual stages build its attention mask once.
         feed = [self._prepare(batch) for batch in batches]
         iterators = [iter(feed) for _ in self.models]
-        # Quantized copies of the weights serve this run's micro-batches and no others: an optimizer or a checkpoint
-        # may have written to the weights since, and afterwards the copies would only take memory.
-        weights_changed(self.models)
-        reported = self._schedule(
+        return self._schedule(
             forward_step_func=self._forward_step,
             data_iterator=iterators if len(self.models) > 1 else iterators[0],
             model=self.models if len(self.models) > 1 else self.models[0],
@@ -98,8 +112,6 @@ class StepRunner:
             forward_only=forward_only,
             **self._pipeline([batch for batch, _ in feed]),
         )
-        weights_changed(self.models)
-        return self._pool(reported)
 
     def _prepare(self, batch: Batch) -> tuple[Batch, Packing]:
         """The batch on the device, cut to this context-parallel rank's part of every row."""

@@ -1,7 +1,7 @@
-"""Max violation by update of every balancing rule, on fixed batches of several kinds and on a drifting one.
+"""Max violation by update of every balancing rule, on fixed batches of several kinds and on drifting ones.
 
     python kernels/bench/table_balance.py                       # fixed batches, updates 0 to 5
-    python kernels/bench/table_balance.py --drift 50            # one batch a step from a router that drifts
+    python kernels/bench/table_balance.py --drift 50            # one batch a step from routers that drift
     python kernels/bench/table_balance.py --only wide --updates 10
 
 Max violation is the largest load over the mean load, minus 1, under the bias that the updates before it set. Every
@@ -49,8 +49,11 @@ def histogram_rule(estimator: str, spacing: str, num_bins: int = 1000, alternati
 
 
 def exact(logits: Tensor, bias: Tensor) -> Tensor:
-    """Quantile Balancing by sorting the margins."""
-    return centre(exact_bias(torch.sigmoid(logits), bias, TOP_K))
+    """Quantile Balancing by the very order statistic: `exact_bias`'s bits, by selection instead of sorting."""
+    scores = torch.sigmoid(logits)
+    _, cutoff = topk_with_cutoff(scores, bias, TOP_K)
+    required = (cutoff - scores.t()).contiguous()
+    return centre(required.kthvalue(TOKENS * TOP_K // EXPERTS + 1, dim=1).values)
 
 
 def sign(logits: Tensor, bias: Tensor) -> Tensor:
@@ -129,13 +132,42 @@ def follow(rule: Rule, on_logits: bool, batches: Iterator[Tensor]) -> list[tuple
     return out
 
 
-def drifting(steps: int) -> Iterator[Tensor]:
-    """A fresh batch a step; expert offsets (spread 0.5) walk by 0.05 a step, a tenth of their spread."""
+def drifting(step: float) -> Iterator[Tensor]:
+    """Fresh logits for ever, of a generator of their own."""
     generator = torch.Generator().manual_seed(1)
     offset = 0.5 * torch.randn(EXPERTS, generator=generator)
-    for _ in range(steps):
+    while True:
         yield 0.5 * torch.randn(TOKENS, EXPERTS, generator=generator) + offset - 1
-        offset = offset + 0.05 * torch.randn(EXPERTS, generator=generator)
+        offset = offset + step * torch.randn(EXPERTS, generator=generator)
+
+
+def walking(draw: Callable[[], Tensor], offset: Tensor, step: float) -> Iterator[Tensor]:
+    """Fresh logits for ever; the experts' offsets walk by normal numbers times `step`."""
+    while True:
+        yield draw() + offset
+        offset = offset + step * torch.randn(EXPERTS)
+
+
+def walking_topics(noise_within: float, walk: float) -> Iterator[Tensor]:
+    """Fresh tokens of the same 32 topics for ever; the router's rows walk by `walk` of their spread."""
+    centres, rows = torch.randn(32, 64), torch.randn(64, EXPERTS)
+    while True:
+        yield (centres[torch.randint(32, (TOKENS,))] + noise_within * torch.randn(TOKENS, 64)) @ rows / 4
+        rows = rows + walk * torch.randn(64, EXPERTS)
+
+
+# The batches of BATCHES from a router that drifts by a fraction of its spread a step.
+DRIFTS: dict[str, tuple[str, Callable[[float], Iterator[Tensor]]]] = {
+    "middle": ("noise 0.5, expert offsets 0.5, mean -1", lambda walk: drifting(0.5 * walk)),
+    "offset": (BATCHES["offset"][0], lambda walk: walking(lambda: 0.3 * noise(), 0.3 * offsets(), 0.3 * walk)),
+    "wide": (BATCHES["wide"][0], lambda walk: walking(lambda: noise() - 3, 2 * offsets(), 2 * walk)),
+    "saturated": (BATCHES["saturated"][0], lambda walk: walking(lambda: 2 * noise() + 3, 2 * offsets(), 2 * walk)),
+    "heavy": (
+        BATCHES["heavy"][0],
+        lambda walk: walking(lambda: 0.5 * student(TOKENS, EXPERTS), student(EXPERTS), walk),
+    ),
+    "topics": (BATCHES["topics"][0], lambda walk: walking_topics(0.3, walk)),
+}
 
 
 def row(name: str, cells: list[str]) -> None:
@@ -156,33 +188,57 @@ def print_fixed(names: list[str], rules: list[str], updates: int) -> None:
             row(rule, [f"{violation:.3f}" for violation, _ in result] + [f"{result[-1][1]:.1%}"])
 
 
-def print_drift(steps: int, rules: list[str]) -> None:
-    """One table over the steps."""
+def print_drift(names: list[str], rules: list[str], steps: int, walk: float) -> None:
+    """A table over the steps for each kind of router; all rules see the same batches."""
     shown = [i for i in (0, 1, 2, 3, 5, 10, 20, 30, 40, steps - 1) if i < steps]
-    print(f"\ndrift: {drifting.__doc__}\n")
-    row("rule", [f"step {i}" for i in shown] + ["mean of steps 3 on", "most dead of steps 3 on"])
-    row("---", ["---"] * (len(shown) + 2))
-    for rule in rules:
-        result = follow(*RULES[rule], drifting(steps))
-        late = result[3:]
-        mean, dead = sum(v for v, _ in late) / len(late), max(d for _, d in late)
-        row(rule, [f"{result[i][0]:.3f}" for i in shown] + [f"{mean:.3f}", f"{dead:.1%}"])
+    for name in names:
+        description, make = DRIFTS[name]
+        print(f"\n{name}: {description}; walks by {walk:g} of the spread a step\n")
+        torch.manual_seed(1)
+        found: dict[str, list[tuple[float, float]]] = {rule: [] for rule in rules}
+        bias, spent = {rule: torch.zeros(EXPERTS) for rule in rules}, dict.fromkeys(rules, 0.0)
+        for _, logits in zip(range(steps), make(walk)):
+            scores = torch.sigmoid(logits)
+            for rule in rules:
+                update, on_logits = RULES[rule]
+                load = loads(logits if on_logits else scores, bias[rule])
+                found[rule].append((float(max_violation(load)), float(dead_fraction(load))))
+                started = time.process_time()
+                bias[rule] = update(logits, bias[rule])
+                spent[rule] += time.process_time() - started
+        ends = ["mean of steps 3 on", "most dead of steps 3 on", "processor s an update"]
+        row("rule", [f"step {i}" for i in shown] + ends)
+        row("---", ["---"] * (len(shown) + 3))
+        for rule in rules:
+            late = found[rule][3:]
+            mean, dead = sum(v for v, _ in late) / len(late), max(d for _, d in late)
+            cells = [f"{found[rule][i][0]:.3f}" for i in shown]
+            row(rule, [*cells, f"{mean:.3f}", f"{dead:.1%}", f"{spent[rule] / steps:.2f}"])
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", choices=BATCHES, action="append", help="kinds of batch; all by default")
+    parser.add_argument("--only", choices=sorted({*BATCHES, *DRIFTS}), action="append", help="kinds; all by default")
     parser.add_argument("--rules", choices=RULES, action="append", help="all by default")
     parser.add_argument("--updates", type=int, default=5)
-    parser.add_argument("--drift", type=int, default=0, metavar="STEPS", help="the drifting batch instead")
+    parser.add_argument("--drift", type=int, default=0, metavar="STEPS", help="drifting routers instead, 4 or more")
+    parser.add_argument("--walk", type=float, default=0.1, help="of a drifting router, in its spreads a step")
     args = parser.parse_args()
-    started = time.perf_counter()
+    torch.manual_seed(2)
+    logits, zero = noise(), torch.zeros(EXPERTS)
+    assert torch.equal(exact(logits, zero), centre(exact_bias(torch.sigmoid(logits), zero, TOP_K)))
+    kinds = DRIFTS if args.drift else BATCHES
+    names = args.only or list(kinds)
+    if unknown := [name for name in names if name not in kinds]:
+        parser.error(f"--only {unknown[0]}: allowed here are {', '.join(kinds)}")
+    if 0 < args.drift < 4:
+        parser.error(f"--drift {args.drift}: allowed are 4 steps or more")
     print(f"{TOKENS} tokens x {EXPERTS} experts, top-{TOP_K}; sign rate {SIGN_RATE}")
     if args.drift:
-        print_drift(args.drift, args.rules or [rule for rule in RULES if "16" not in rule])
+        print_drift(names, args.rules or [rule for rule in RULES if "16" not in rule], args.drift, args.walk)
     else:
-        print_fixed(args.only or list(BATCHES), args.rules or list(RULES), args.updates)
-    print(f"\n{time.perf_counter() - started:.0f} s")
+        print_fixed(names, args.rules or list(RULES), args.updates)
+    print(f"\n{time.process_time():.0f} s of processor time")
 
 
 if __name__ == "__main__":

@@ -62,7 +62,7 @@ def evaluate(rank: int, world_size: int, config: RecipeConfig, changed: bool) ->
     """
     from k3train.model.build import build_chunks, start_model_parallel
     from k3train.optim.build import wrap_data_parallel
-    from k3train.parallel import payload
+    from k3train.parallel import payload, pieces
     from k3train.stages.pretrain import PretrainStage
     from k3train.train.step import StepRunner
 
@@ -74,15 +74,15 @@ def evaluate(rank: int, world_size: int, config: RecipeConfig, changed: bool) ->
 
     start_model_parallel(config.parallel)
     chunks, transformer_config = build_chunks(config)
-    models = wrap_data_parallel(chunks, transformer_config, config.parallel)
+    models = wrap_data_parallel(chunks, transformer_config, config.parallel, config.optim)
     runner = StepRunner(models, transformer_config, config.train, Loss(), torch.device("cpu"))
     rows = global_batch(config, 0)
     first = rows["document_ids"] == 0
     rows["loss_mask"] = rows["loss_mask"] * ~first
     if changed:
         rows["tokens"] = torch.where(first, (rows["tokens"] + 7) % config.model.vocab_size, rows["tokens"])
-    pieces = {key: value.split(config.train.micro_batch_size) for key, value in rows.items()}
-    batches = [dict(zip(pieces, values)) for values in zip(*pieces.values())]
+    split = {key: value.split(config.train.micro_batch_size) for key, value in rows.items()}
+    batches = [dict(zip(split, values)) for values in zip(*split.values())]
     out: dict[str, Any] = {"kept": [], "bytes": []}
 
     def note() -> None:
@@ -96,6 +96,12 @@ def evaluate(rank: int, world_size: int, config: RecipeConfig, changed: bool) ->
     note()
     out["after"] = runner.evaluate(batches)
     note()
+    plain, pieces.PIECE = pieces.PIECE, 1
+    try:
+        out["in pieces"] = runner.evaluate(batches, stop=lambda: False)
+        out["stopped"] = runner.evaluate(batches, stop=lambda: True)
+    finally:
+        pieces.PIECE = plain
     return out
 
 
@@ -106,7 +112,8 @@ def test_evaluation_training_and_evaluation_agree_and_keep_nothing(pool: WorkerP
     config = recipe(block_size=1, **VPP)
     ((alone),) = pool.run(evaluate, 1, recipe(block_size=1), False)
     for result in pool.run(evaluate, 2, config, False):
-        assert result["before"] == result["train"] == result["after"] == alone["before"]
+        assert result["before"] == result["train"] == result["after"] == result["in pieces"] == alone["before"]
+        assert result["stopped"] is None
         assert result["kept"] == [0, 0, 0]
         forward = result["bytes"][0]
         assert result["bytes"] == [forward, 2 * forward, forward]

@@ -105,7 +105,7 @@ def train(
 
     start_model_parallel(config.parallel)
     chunks, transformer_config = build_chunks(config)
-    models = wrap_data_parallel(chunks, transformer_config, config.parallel)
+    models = wrap_data_parallel(chunks, transformer_config, config.parallel, config.optim)
     optimizer = build_optimizer(config.optim, models, config.parallel, "fp32")
     runner = StepRunner(models, transformer_config, config.train, Loss(), torch.device("cpu"))
     data_rank, data_size = parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()

@@ -19,10 +19,15 @@ TOLERANCE = 1e-5  # relative, in norm, per parameter, after STEPS steps
 
 
 def muon_recipe(**settings: Any) -> RecipeConfig:
-    """The small model of the layout tests under the shipped Per-Head Muon."""
+    """The small model of the layout tests under the shipped Per-Head Muon, with a vocabulary far larger than any block.
+
+    So a data-parallel rank that held more of the embedding than others would hold far more state.
+    """
     shipped: OptimConfig = load_recipe(["recipe=pretrain/k3-tiny", "optim=per-head-muon"]).optim
     changes = {"lr": 1e-3, "min_lr": 1e-4, "schedule": "constant", "eps": 1e-3}
-    return dataclasses.replace(recipe(**settings), optim=dataclasses.replace(shipped, **changes))
+    plain = recipe(**settings)
+    model = dataclasses.replace(plain.model, vocab_size=600)
+    return dataclasses.replace(plain, model=model, optim=dataclasses.replace(shipped, **changes))
 
 
 def updates(rank: int, world_size: int, config: RecipeConfig, elements: int | None = None) -> dict[str, Any]:
@@ -36,7 +41,7 @@ def updates(rank: int, world_size: int, config: RecipeConfig, elements: int | No
 
     start_model_parallel(config.parallel)
     chunks, transformer_config = build_chunks(config)
-    models = build.wrap_data_parallel(chunks, transformer_config, config.parallel)
+    models = build.wrap_data_parallel(chunks, transformer_config, config.parallel, config.optim)
     optim = dataclasses.replace(config.optim, lr=1.0, weight_decay=0.0)
     plain = build.compile_rounds
     if elements is not None:
@@ -147,10 +152,21 @@ def test_small_rounds_change_nothing(pool: WorkerPool, one_rank: list[dict[str, 
         assert rounds[0] == max(result["parts"]["dense"]["blocks"] for result in actual)
 
 
-@pytest.mark.parametrize(("layout", "ranks"), [({}, 1), ({"tensor": 2, "expert": 2}, 4)])
-def test_training_steps_are_those_of_one_rank(pool: WorkerPool, layout: dict[str, Any], ranks: int) -> None:
+@pytest.fixture(scope="module")
+def trained_alone(pool: WorkerPool) -> list[dict[str, Any]]:
+    return pool.run(train, 1, muon_recipe(micro_batch_size=1))
+
+
+@pytest.mark.parametrize(
+    ("layout", "ranks"),
+    [({}, 1), ({"tensor": 2, "expert": 2}, 4), ({"pipeline": 2, "context": 2, "expert": 2}, 4)],
+    ids=["alone", "tp2-ep2-dp2", "pp2-cp2-ep2"],
+)
+def test_training_steps_are_those_of_one_rank(
+    pool: WorkerPool, trained_alone: list[dict[str, Any]], layout: dict[str, Any], ranks: int
+) -> None:
     """Whole steps: gradients of micro-batches (on one rank of another size), clipping, both optimizers."""
-    expected = pool.run(train, 1, muon_recipe(micro_batch_size=1))
+    expected = trained_alone
     actual = pool.run(train, ranks, muon_recipe(**layout))
     for step in range(STEPS):
         assert actual[0]["grad_norm"][step] == pytest.approx(expected[0]["grad_norm"][step], rel=TOLERANCE)

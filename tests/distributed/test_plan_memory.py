@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
+import pytest
 import torch
 from kept_by_autograd import kept_storages, total_bytes
 from pool import WorkerPool
@@ -45,6 +47,7 @@ def config_of(layout: dict[str, Any]) -> Any:
     config.train.precision = precision
     if optim == "muon":
         config.optim.name, config.optim.policy = "muon", [PolicyRule(**rule) for rule in MUON]
+        config.model.vocab_size = 600  # so that embedding and head are shared out apart from the rest
     return config
 
 
@@ -57,7 +60,7 @@ def really_held(config: Any) -> tuple[dict[str, int], tuple[int, int, int]]:
 
     start_model_parallel(config.parallel)
     chunks, transformer_config = build_chunks(config, init=False)
-    models = wrap_data_parallel(chunks, transformer_config, config.parallel)
+    models = wrap_data_parallel(chunks, transformer_config, config.parallel, config.optim)
     optimizer = build_optimizer(config.optim, models, config.parallel, config.train.precision)
     allocate_state(optimizer)
     size = dict.fromkeys(("weights", "padding", "gradients", "main", "moments", "router"), 0)
@@ -146,3 +149,21 @@ def test_planned_bytes_are_those_that_ranks_hold(pool: WorkerPool, single_rank: 
             most[stage] = max(most[stage], size["main"] + size["moments"])
         assert [stage.largest().optimizer for stage in stages] == most, layout
     assert len({str(layout) for layout in LAYOUTS}) >= 10
+
+
+@pytest.mark.parametrize(("words", "ranks"), [(["pretrain/k3-tiny", "single"], 4), (["pretrain/k3-mini", "ep8"], 8)])
+def test_no_rank_holds_more_moments_than_its_share_and_a_block(single_rank: None, words: list[str], ranks: int) -> None:
+    """At the proportions of real recipes, whose embeddings and heads are larger than any block and have two moments."""
+    from k3train.config.load import load_recipe
+    from k3train.plan.inventory import take_inventory
+    from k3train.plan.sharding import StageLayout
+
+    config = load_recipe([f"recipe={words[0]}", f"parallel={words[1]}", "parallel.overlap_grad_reduce=false"])
+    inventory = take_inventory(config)
+    layout = StageLayout(inventory, config, ranks, 0)
+    held = [layout.held(rank, rank % layout.groups.expert_data) for rank in range(layout.groups.data)]
+    assert len(held) == ranks
+    block = max(math.prod(t.shape) for t in inventory.tensors if t.muon and t.split == "whole")
+    assert max(math.prod(t.shape) for t in inventory.tensors if t.part == "embedding") > 2 * block
+    for numbers in ([h.moments // 4 for h in held], [h.main // 4 for h in held]):
+        assert max(numbers) - sum(numbers) / ranks < block / 10, numbers

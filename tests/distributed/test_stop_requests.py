@@ -97,3 +97,43 @@ def test_a_stop_does_not_wait_for_an_evaluation_nor_cost_one(pool: Any, corpus: 
     for kind in ("train", "eval"):
         assert lines(ours, kind) == lines(tmp_path / "clean", kind)
     assert_same(newest(ours), newest(tmp_path / "clean"))
+
+
+def stopped_between_pieces(rank: int, world_size: int, recipe: dict[str, Any], at: int) -> tuple[int | str, int]:
+    """Train with evaluations in pieces of one micro-batch; the last rank gets SIGTERM in number `at` of this process.
+
+    Returns the exit code, and how many held-out micro-batches this rank has seen.
+    """
+    from k3train.parallel import pieces
+    from k3train.train.step import StepRunner
+
+    plain, piece, seen = StepRunner._forward_step, pieces.PIECE, 0
+
+    def counted(self: StepRunner, iterator: Any, model: Any) -> Any:
+        nonlocal seen
+        seen += not model.training
+        if seen == at and not model.training and rank == world_size - 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return plain(self, iterator, model)
+
+    StepRunner._forward_step, pieces.PIECE = counted, 1
+    try:
+        return train(rank, world_size, recipe)[0], seen
+    finally:
+        StepRunner._forward_step, pieces.PIECE = plain, piece
+
+
+def test_a_stop_cuts_an_evaluation_short_and_the_next_start_makes_it(pool: Any, corpus: Path, tmp_path: Path) -> None:
+    """Before the first step and after the last: as if nothing had happened. Five micro-batches a rank."""
+    made = {**MADE, "train__steps": 2, "train__eval_samples": 10}
+    clean, recipe = (small_recipe(corpus, tmp_path / name, **made) for name in ("clean", "cut"))
+    assert pool.run(train, 2, clean)[0][0] == 0
+    ours = tmp_path / "cut"
+    assert pool.run(stopped_between_pieces, 2, recipe, 2) == [(143, 2)] * 2  # at step 0, which has no checkpoint
+    assert list((ours / "checkpoints").iterdir()) == []
+    assert pool.run(stopped_between_pieces, 2, recipe, 8) == [(143, 8)] * 2  # in the third piece after step 2, the last
+    assert reached(ours) == ([1, 2], [0], "step_00000002")
+    assert pool.run(stopped_between_pieces, 2, recipe, 0) == [(0, 5)] * 2
+    for kind in ("train", "eval"):
+        assert lines(ours, kind) == lines(tmp_path / "clean", kind)
+    assert_same(newest(ours), newest(tmp_path / "clean"))

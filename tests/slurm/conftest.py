@@ -14,6 +14,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -21,11 +22,11 @@ import yaml
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 NOT_TO_BE_HAD = 77  # exit code of cluster/start.sh
-PATIENCE = 400.0  # seconds of one test; with the cluster's start less than pytest's limit, which ends the process
+PATIENCE = 400.0  # seconds from a test's last job on; with the cluster's start less than pytest's limit, which ends all
 
 
 class Cluster:
-    """Submits slurm/pretrain.sbatch as a user does, and asks Slurm about its jobs."""
+    """Submits the scripts of slurm/ as a user does, and asks Slurm about its jobs."""
 
     def __init__(self, conf: Path, recipes: Path, logs: Path) -> None:
         self.recipes, self.logs, self.deadline = recipes, logs, time.monotonic() + PATIENCE
@@ -44,19 +45,42 @@ class Cluster:
 
     def call(self, *command: str) -> str:
         """Run one of Slurm's programs; its output."""
-        done = subprocess.run(command, env=self.environment, cwd=ROOT, capture_output=True, text=True, timeout=60)
+        for _ in range(3):
+            done = subprocess.run(command, env=self.environment, cwd=ROOT, capture_output=True, text=True, timeout=60)
+            if done.returncode != -signal.SIGPIPE or command[1] != "show":  # seen of a question on a busy machine
+                break
         assert done.returncode == 0, f"{command}: {done.stdout}{done.stderr}"
         return done.stdout.strip()
 
-    def submit(self, *keys: str, options: tuple[str, ...] = (), with_program: str = "sbatch", **variables: str) -> str:
-        """Hand in the job of the small recipe from the checkout's root; its id."""
+    def submit(
+        self,
+        *keys: str,
+        options: tuple[str, ...] = (),
+        with_program: str = "sbatch",
+        script: str = "pretrain",
+        recipe: str | None = "small",
+        **variables: str,
+    ) -> str:
+        """Hand in a job of a script of slurm/ from the checkout's root; its id. A server has no recipe."""
+        self.deadline = time.monotonic() + PATIENCE  # also for what a fixture hands in, before its test begins
         environment = {**self.environment, **variables}
         name = "%A-%a" if any(option.startswith("--array") for option in options) else "%j"
         command = [with_program, "--parsable", f"--output={self.logs}/{name}.out"]
-        command += [*options, "slurm/pretrain.sbatch", "recipe=small", f"--config-dir={self.recipes}", *keys]
+        command += [*options, f"slurm/{script}.sbatch"]
+        command += [] if recipe is None else [f"recipe={recipe}", f"--config-dir={self.recipes}", *keys]
         done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=60)
         assert done.returncode == 0, done.stderr
         return done.stdout.strip()
+
+    def add_recipe(self, name: str, recipe: dict[str, Any]) -> None:
+        """A recipe that `submit` finds by its name, and whose runs lie beside the others'."""
+        recipe["run"]["dir"] = f"{self.recipes.parent}/${{run.name}}"
+        recipe["run"]["threads_per_rank"] = 1  # all "nodes" are this machine, and sums over threads round otherwise
+        recipe["telemetry"]["console"] = True
+        recipe["data"] = {"train": [], "valid": [], **recipe["data"]}  # the default is the demo's corpus
+        folder = self.recipes / "recipe"
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / f"{name}.yaml").write_text("# @package _global_\n" + yaml.safe_dump(recipe), encoding="utf-8")
 
     def log(self, job: str) -> str:
         """The job's log so far."""
@@ -164,14 +188,10 @@ def cluster(slurm_conf: Path, tmp_path_factory: pytest.TempPathFactory) -> Clust
     from small_run import make_corpus, small_recipe
 
     folder = tmp_path_factory.mktemp("slurm")
-    recipe = small_recipe(make_corpus(folder), folder, checkpoint__interval=2, telemetry__console=True)
-    recipe["run"]["dir"] = f"{folder}/${{run.name}}"
-    recipe["run"]["threads_per_rank"] = 1  # both "nodes" are this machine, and sums over threads round otherwise
-    (folder / "recipes" / "recipe").mkdir(parents=True)
-    text = "# @package _global_\n" + yaml.safe_dump(recipe)
-    (folder / "recipes" / "recipe" / "small.yaml").write_text(text, encoding="utf-8")
     (folder / "logs").mkdir()
-    return Cluster(slurm_conf, folder / "recipes", folder / "logs")
+    made = Cluster(slurm_conf, folder / "recipes", folder / "logs")
+    made.add_recipe("small", small_recipe(make_corpus(folder), folder, checkpoint__interval=2))
+    return made
 
 
 @pytest.fixture(autouse=True)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import re
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -76,6 +77,24 @@ def test_the_time_limit_signal_requeues_and_the_run_goes_on(cluster: Any, clean:
     assert cluster.end(after) == "COMPLETED"
     finished = [line["time"] for line in _events(ours) if "run finished" in line["text"]]
     assert int(cluster.log(after).split()[-1]) >= int(finished[0])
+
+
+def test_a_real_time_limit(cluster: Any, clean: Path) -> None:
+    """Slurm sends what --signal asks for by itself, a minute before the end, give or take 30 s."""
+    options = (*TWO_NODES, "--time=2", "--signal=B:USR1@60")
+    job = cluster.submit("run.name=real-limit", options=options)
+    assert cluster.end(job) == "COMPLETED", cluster.log(job)
+    log = cluster.log(job)
+    found = re.findall(r"\[(\S+)\] k3train job \d+: (start \d|told to stop|stopped on request)", log)
+    (began, first), (told, second), (stopped, third) = [(datetime.fromisoformat(at), what) for at, what in found[:3]]
+    assert (first, second, third) == ("start 0", "told to stop", "stopped on request"), log
+    assert 20 < (told - began).total_seconds() < 100  # the limit's signal, of which nobody else knew
+    assert (stopped - began).total_seconds() < 120  # before the limit: the checkpoint fits into the grace
+    assert "told to stop (SIGUSR1)" in log
+    assert "run interrupted at step 3" in log  # in the middle of the run, where it was held
+    assert int(cluster.fact(job, "Restarts")) >= 1  # a slow second start may meet its own limit
+    assert saved_at(log)[-1] == 6
+    assert_equal_runs(run_dir(cluster, "real-limit"), clean)
 
 
 def _events(folder: Path) -> list[dict[str, Any]]:

@@ -31,7 +31,7 @@ def jobs(cluster: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str, st
     # Evaluations come where a stop does, never where the test waits: a signal during one ends the run right behind it.
     long = (f"train.steps={STEPS}", "train.eval_interval=4")
     found = {"all": cluster.submit("run.name=all", *long, options=many, **held)}
-    found["clean"] = cluster.submit("run.name=clean", *long, options=many, K3_TEST_HOLD="")
+    found["clean"] = cluster.submit("run.name=clean", *long, options=many, K3_TEST_HOLD="", K3_HEALTH_CHECK="1")
     found["bad"] = cluster.submit("optim.learning_rate=1", options=many)
     found["sweep"] = cluster.submit(
         *("run.name=sweep", "train.steps=2", "train.eval_samples=0"),
@@ -67,6 +67,7 @@ def test_one_job_is_told_to_stop_requeued_and_loses_a_node(cluster: Any, jobs: d
     assert [int(step) for step in re.findall(r"step_0*(\d+) committed", log)] == [2, 4, 6, 8, 10]
     assert f"k3train job {job}: finished" in log
     assert [path.name for path in (run_dir / "logs").iterdir()] == ["rank1.log"]
+    assert "k3train health: 2 nodes healthy" in cluster.log(jobs["clean"])
     # Every step and evaluation once, in one file, with an undisturbed run's numbers to the last digit.
     assert [line["step"] for line in lines(clean, "train")] == list(range(1, STEPS + 1))
     assert lines(run_dir, "train") == lines(clean, "train")

@@ -21,7 +21,12 @@ while [[ $1 == -* ]]; do shift; done
 exec "$@"
 """
 SCONTROL = """#!/bin/bash
+if [[ $2 != hostnames && -s $CALLS.fail ]]; then # a line for each call that comes to nothing
+    sed -i 1d "$CALLS.fail"
+    kill -PIPE $$
+fi
 case "$*" in
+    "requeue "*) [ -z "${NO_REQUEUE:-}" ] || { echo "Requested operation is presently disabled" >&2; exit 1; } ;;&
     "show hostnames"*) printf 'localhost\\n%.0s' $(seq $SLURM_NNODES) ;;
     "show job"*) echo "JobId=7 JobState=RUNNING " ;;
     *) echo "scontrol $*" >> "$CALLS" ;;
@@ -162,6 +167,28 @@ def test_failures_are_forgiven_while_the_job_gets_further(job: dict[str, str]) -
         assert f"failed with exit code {end}, failure {failures} in a row" in said
         assert calls.count("scontrol requeue 7") == min(number + 1, 7)  # not after the fourth in a row
     assert "not requeued (K3_MAX_FAILURES=3)" in said
+
+
+@pytest.mark.parametrize("failing", [1, 3])
+def test_a_controller_that_does_not_answer_is_asked_again(job: dict[str, str], failing: int) -> None:
+    """Else a job would end that was to go on: scontrol dies now and then where many ask at once."""
+    Path(job["CALLS"] + ".fail").write_text("x\n" * failing)
+    code, said, calls = run(job, "pretrain", RANKS_END="1", RANKS_REACH="5", K3_RETRY_SECONDS="0")
+    assert code == 1
+    assert said.count("the job requeues itself") == 1
+    assert calls.count("scontrol requeue 7") == 1
+
+
+def test_what_cannot_be_requeued_is_said(job: dict[str, str]) -> None:
+    ranks = {"RANKS_END": "1", "RANKS_REACH": "5", "K3_RETRY_SECONDS": "0"}
+    code, said, calls = run(job, "pretrain", **ranks, NO_REQUEUE="1")
+    assert code == 1
+    assert said.count("could not be requeued: Requested operation is presently disabled") == 1
+    Path(job["CALLS"] + ".fail").write_text("x\n" * 9)
+    code, said, calls = run(job, "pretrain", **ranks)
+    assert code == 1
+    assert "could not be requeued: Slurm does not say how it stands" in said
+    assert "scontrol requeue 7" not in calls
 
 
 def test_a_server_in_a_job_of_its_own(job: dict[str, str]) -> None:

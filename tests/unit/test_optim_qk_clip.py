@@ -51,7 +51,7 @@ class Run:
             for name, parameter in self.model.named_parameters():
                 if "mixer" in name and parameter.dim() == 2:
                     parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.6)
-        self.models = wrap_data_parallel([self.model], transformer_config, layout)
+        self.models = wrap_data_parallel([self.model], transformer_config, layout, optim)
         self.optimizer = build_optimizer(optim, self.models, layout, precision)
         self.clip = QKClip(optim.qk_clip, self.models, self.optimizer, 6, torch.device("cpu"))
         self.mixer = self.model.decoder.layers["2"].mixer
@@ -168,7 +168,7 @@ def test_a_query_without_latent_is_clipped_too(single_rank: None) -> None:
     from k3train.optim.qk_clip import QKClip
 
     (built,), transformer_config = build_chunks(RecipeConfig(model=model, optim=optim))
-    models = wrap_data_parallel([built], transformer_config, ParallelConfig())
+    models = wrap_data_parallel([built], transformer_config, ParallelConfig(), optim)
     optimizer = build_optimizer(dataclasses.replace(optim, lr=1e-30, min_lr=0.0), models, ParallelConfig(), "fp32")
     clip = QKClip(optim.qk_clip, models, optimizer, 6, torch.device("cpu"))
     weight = built.decoder.layers["2"].mixer.q_proj.weight

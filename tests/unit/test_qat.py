@@ -147,7 +147,7 @@ class Trainer:
         self.config = config
         chunks, transformer_config = build_chunks(config)
         self.model = chunks[0]
-        self.models = wrap_data_parallel(chunks, transformer_config, config.parallel)
+        self.models = wrap_data_parallel(chunks, transformer_config, config.parallel, config.optim)
         self.optimizer = build_optimizer(config.optim, self.models, config.parallel, config.train.precision)
         self.runner = StepRunner(self.models, transformer_config, config.train, stage, torch.device("cpu"))
         self.experts = experts_of(self.model)

@@ -88,14 +88,20 @@ def expected_bias(name: str, logits: torch.Tensor, bias: torch.Tensor) -> torch.
     return centre(read_off(counts, bounds, TOP_K, "report" if name == "report" else "order_statistic", around))
 
 
-@pytest.mark.parametrize("name", ["report", "order_statistic", "log", "exact", "sign"])
-def test_a_step_is_the_pure_functions_on_the_whole_batch(single_rank: None, name: str) -> None:
-    router, bias = make_router(**RULES[name]), torch.zeros(EXPERTS)
+@pytest.mark.parametrize(
+    ("name", "ema"),
+    [("report", 0.0), ("report", 0.25), ("order_statistic", 0.0), ("log", 0.0), ("exact", 0.0), ("sign", 0.0)],
+)
+def test_a_step_is_the_pure_functions_on_the_whole_batch(single_rank: None, name: str, ema: float) -> None:
+    """With a moving average, the previous bias weighs `ema`."""
+    mixing = {"quantile_ema": ema} if ema else {}
+    router, bias = make_router(**RULES[name], **mixing), torch.zeros(EXPERTS)
     for seed in range(3):
         logits = make_logits(seed=seed)
         step(router, *logits.split([10, 30, 24]))
-        bias = expected_bias(name, logits, bias)
-        assert torch.equal(router.selection_bias, bias)
+        new = expected_bias(name, logits, bias)
+        bias = centre(ema * bias + (1 - ema) * new) if ema else new
+        torch.testing.assert_close(router.selection_bias, bias, rtol=0, atol=1e-7 if ema else 0)
     assert bias.abs().max() > 0.005
 
 

@@ -42,11 +42,14 @@ class After(importlib.abc.MetaPathFinder):
 
 
 def hold(module: object) -> None:
-    module.PretrainStage.training_steps = held(module.PretrainStage.training_steps)
+    """Have every stage that the module makes itself wait."""
+    for stage in [found for found in vars(module).values() if isinstance(found, type)]:
+        if stage.__module__ == module.__name__ and "training_steps" in vars(stage):
+            stage.training_steps = held(stage.training_steps)
 
 
 def held(training_steps: object) -> object:
-    """`PretrainStage.training_steps` that waits on rank 0."""
+    """A stage's `training_steps` that waits on rank 0."""
 
     def steps(self: object, consumed_samples: int) -> Iterator[object]:
         for number, batches in enumerate(training_steps(self, consumed_samples), start=1):
@@ -61,4 +64,5 @@ def held(training_steps: object) -> object:
 
 
 if HELD is not None:
-    sys.meta_path.insert(0, After("k3train.stages.pretrain", hold))
+    for name in ("pretrain", "sft", "rl"):
+        sys.meta_path.insert(0, After(f"k3train.stages.{name}", hold))
