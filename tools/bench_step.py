@@ -1,4 +1,4 @@
-"""Where the time of a training step goes: processor time by part, and tokens per second, on one rank.
+"""Where the time of a training step goes: shares of its parts, and tokens per second of processor time, on one rank.
 
     python tools/bench_step.py                                     # pretrain/k3-tiny on random tokens
     python tools/bench_step.py --steps 4 train.seq_length=1024     # overrides as for k3train
@@ -6,8 +6,11 @@
 
 A part owns the operators that run inside its modules, and the backward of those: an operator and its backward share a
 sequence number of autograd's. Modules that lie in others own their own time (the norms of a KDA layer are KDA's unless
-they are named below). Shares are measured under torch's profiler, which makes small operators dearer; tokens per
-second are measured without it.
+they are named below). There is one rank, so no communication; `bench_layouts.py` compares layouts of several.
+
+Shares are measured under torch's profiler, which makes small operators dearer and has only the wall clock. So that
+other programs' turns do not count, each operator counts with the median of its calls on the same shapes in the same
+part. Tokens per second are measured without it, in processor time.
 """
 
 from __future__ import annotations
@@ -80,7 +83,7 @@ def owner_of(event: Any, names: Callable[[int], str]) -> str:
 
 
 def parts_of(events: Iterable[Any]) -> dict[str, float]:
-    """Microseconds of each part, from the operators of one step."""
+    """Microseconds of each part, from the operators of a step or several, each taken at its usual time."""
     events = list(events)
     forward: dict[int, str] = {}
     for event in events:
@@ -95,14 +98,18 @@ def parts_of(events: Iterable[Any]) -> dict[str, float]:
         at = bisect.bisect_right(known, number) - 1
         return forward[known[at]] if at >= 0 else REST_OF_MODEL
 
-    total: dict[str, float] = defaultdict(float)
+    calls: dict[tuple[str, str, str], list[float]] = defaultdict(list)
     for event in events:
-        total[owner_of(event, names)] += event.self_cpu_time_total
+        key = (owner_of(event, names), event.name, str(event.input_shapes))
+        calls[key].append(event.self_cpu_time_total)
+    total: dict[str, float] = defaultdict(float)
+    for (owner, _, _), spent in calls.items():
+        total[owner] += len(spent) * statistics.median(spent)
     return dict(total)
 
 
-def profiled(step: TrainingStep) -> dict[str, float]:
-    """Seconds of processor time of each part, in one step under the profiler."""
+def profiled(step: TrainingStep, steps: int) -> dict[str, float]:
+    """Seconds of each part in a step, from so many steps under the profiler."""
     import torch
     from torch.autograd.profiler import record_function
 
@@ -110,11 +117,12 @@ def profiled(step: TrainingStep) -> dict[str, float]:
         with record_function(PREFIX + name):
             return function(*args)
 
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
-        batches = marked("data", step.batches)
-        marked(REST_OF_MODEL, step.runner.forward_backward, batches)
-        marked("optimizer and router bias", step.update)
-    return {name: spent / 1e6 for name, spent in parts_of(profile.events()).items()}
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], record_shapes=True) as profile:
+        for _ in range(steps):
+            batches = marked("data", step.batches)
+            marked(REST_OF_MODEL, step.runner.forward_backward, batches)
+            marked("optimizer and router bias", step.update)
+    return {name: spent / 1e6 / steps for name, spent in parts_of(profile.events()).items()}
 
 
 def bench(config: RecipeConfig, steps: int) -> dict[str, Any]:
@@ -131,7 +139,7 @@ def bench(config: RecipeConfig, steps: int) -> dict[str, Any]:
         started = time.process_time()
         step()
         spent.append(time.process_time() - started)
-    parts = profiled(step)
+    parts = profiled(step, min(steps, 3))
     platform.stop()
     seconds, tokens = statistics.median(spent), config.train.global_batch_size * config.train.seq_length
     whole = sum(parts.values())

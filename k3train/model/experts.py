@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from megatron.core import parallel_state
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from megatron.core.transformer.module import MegatronModule
+from torch.autograd.function import FunctionCtx, once_differentiable
 
 from k3train.model.ffn import gated_halves
 from k3train.model.transformer_config import K3TransformerConfig
@@ -132,13 +134,48 @@ def multiply(
             offsets = group.to(rows.device).cumsum(0).to(torch.int32)
             made.append(torch.nn.functional.grouped_mm(part, stack.transpose(1, 2), offs=offsets))
         return made[0] if len(made) == 1 else torch.cat(made)
-    sizes = counts.tolist()
-    # Training visits idle experts of the first stack, so that its weights have a gradient whatever was routed.
-    idle_too = len(stacks[0]) if torch.is_grad_enabled() or not any(sizes) else 0
-    experts = [e for e, size in enumerate(sizes) if size or e < idle_too]
-    matrices = [matrix for stack in stacks for matrix in stack.unbind(0)]
-    parts = zip(rows.split([sizes[e] for e in experts]), experts)
-    return torch.cat([part @ matrices[e].t() for part, e in parts])
+    return _InTurn.apply(rows, counts.tolist(), *stacks)
+
+
+class _InTurn(torch.autograd.Function):
+    """Products of experts one after the other, each written where it belongs: one node of the graph for all."""
+
+    @staticmethod
+    def forward(ctx: FunctionCtx, rows: torch.Tensor, sizes: list[int], *stacks: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(rows, *stacks)
+        ctx.sizes = sizes
+        out = rows.new_empty(len(rows), stacks[0].shape[1])
+        busy = [size for size in sizes if size]
+        matrices = itertools.compress(_matrices(stacks), sizes)
+        for matrix, part, to in zip(matrices, rows.split(busy), out.split(busy)):
+            torch.mm(part, matrix.t(), out=to)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: FunctionCtx, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        rows, *stacks = ctx.saved_tensors
+        sizes, grad = ctx.sizes, grad.contiguous()
+        to_rows = rows.new_empty(rows.shape) if ctx.needs_input_grad[0] else None
+        to_stacks = [s.new_empty(s.shape) if need else None for s, need in zip(stacks, ctx.needs_input_grad[2:])]
+        grad_parts, row_parts = grad.split(sizes), rows.split(sizes)
+        if to_rows is not None:
+            for matrix, part, to in zip(_matrices(stacks), grad_parts, to_rows.split(sizes)):
+                if len(part):
+                    torch.mm(part, matrix, out=to)
+        parts = iter(zip(grad_parts, row_parts))
+        for stack, to_stack in zip(stacks, to_stacks):
+            own = itertools.islice(parts, len(stack))
+            for to, (grad_part, part) in zip([] if to_stack is None else to_stack.unbind(0), list(own)):
+                if len(part):
+                    torch.mm(grad_part.t(), part, out=to)
+                else:
+                    to.zero_()  # an idle expert has a gradient too, whatever was routed
+        return to_rows, None, *to_stacks
+
+
+def _matrices(stacks: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
+    return itertools.chain.from_iterable(stack.unbind(0) for stack in stacks)
 
 
 def weights_changed(chunks: Sequence[torch.nn.Module]) -> None:

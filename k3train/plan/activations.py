@@ -64,7 +64,7 @@ class Activations:
         self.shard = self.tokens / self.tp
         self.stream = self.shard * self.model.hidden_size * self.e  # one [s / TP, b, h]
         self.recompute = p.recompute == "full"
-        self.fused, self.fused_loss = fused_kernels(config, kind), fused_loss(config, kind)
+        self.lean, self.fused_loss = config.model.kernels != "reference", fused_loss(config, kind)
         self.quantized = policy_in_force(config.quant, config.stage.name) is not None
 
     def layer(self, index: int) -> Kept:
@@ -130,7 +130,12 @@ class Activations:
         return kept + t * width * e
 
     def _gated_ffn(self, width: int) -> float:
-        return self._entered() + 3 * self.tokens * width / self.tp * self.e
+        return self._entered() + (self._activation() + 1) * self.tokens * width / self.tp * self.e
+
+    def _activation(self) -> int:
+        """Numbers of the activation's width that it keeps: gate and up, or what SiTU in fp32 on a CPU makes of them."""
+        made = not self.cuda and self.lean and self.model.activation == "situ" and self.e == 4
+        return 3 if made else 2
 
     def _shared_and_router(self) -> float:
         """Shared experts, router, latent projections and norm."""
@@ -158,11 +163,11 @@ class Activations:
         latent = moe.latent_size or self.model.hidden_size
         width = moe.expert_hidden_size / self.etp
         index = self.shard * (8 * moe.num_experts + 8 * moe.top_k)  # Megatron-Core's unfused permutation
-        kept = n * (latent * self.e + 3 * width * self.e + 4)
-        # What the weights multiply, in fp32. Triton's activation keeps its input and the weights alone.
+        kept = n * (latent * self.e + (self._activation() + 1) * width * self.e + 4)
+        # What the weights multiply, in fp32. The activation that weighs as well keeps its input and the weights alone.
         if moe.weight_placement == "after_w2":
             kept += n * latent * 4
-        elif not self.fused:
+        elif not self.lean:
             kept += n * width * 4
         if self.quantized:
             kept += n * (latent + width) * self.e  # the inputs before they were rounded

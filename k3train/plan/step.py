@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from k3train.config.cluster import ClusterConfig
@@ -179,10 +180,14 @@ def _after(
 
 
 def _router_counts(config: RecipeConfig, links: Links, groups: Groups, memory: list[RankMemory]) -> float:
-    """Pooling a step's histograms (Quantile Balancing), one all-reduce of all layers of a stage."""
-    size = max(rank.held.router for rank in memory) if config.stage.moves_router_bias else 0
-    rounds = config.model.moe.quantile_alternations
-    return rounds * 2 * links.gather(size, groups.data, config.parallel.tensor) if size else 0.0
+    """Pooling a step's histograms (Quantile Balancing): an all-reduce a round over all ranks of a stage."""
+    ranks, size = groups.data * config.parallel.tensor, _router_bytes(config, memory)
+    return config.model.moe.quantile_alternations * 2 * links.gather(size, ranks, 1) if size else 0.0
+
+
+def _router_bytes(config: RecipeConfig, memory: list[RankMemory]) -> float:
+    """Of the counts of all layers of a rank. Its biases, one number an expert beside a histogram, are not left out."""
+    return max(rank.held.router for rank in memory) if config.stage.moves_router_bias else 0
 
 
 def _volumes(
@@ -212,6 +217,9 @@ def _volumes(
         layers = max(sum(len(stages[s].layers) for s in _own(r, p)) for r in range(p.pipeline))
         size = work.tokens * model.hidden_size * work.e * (p.tensor - 1) / p.tensor
         add("tensor parallel", 4 * passes * count * layers * size, links.stays_fast(p.tensor, 1))
+    if p.context > 1:
+        size = max(sum(_context_bytes(config, work, _own(r, p))) for r in range(p.pipeline))
+        add("context parallel", count * size * (p.context - 1) / p.context, links.stays_fast(p.context, p.tensor))
     if p.pipeline > 1:
         sent = max(sum(payloads[s] + (payloads[s - 1] if s else 0.0) for s in _own(r, p)) for r in range(p.pipeline))
         add("pipeline", count * sent, links.stage_is_near)
@@ -225,4 +233,18 @@ def _volumes(
         muon = orthogonalization(rank.held, config, groups, links.cluster.kind)
         if muon.sent_bytes:
             add("Muon's exchange", muon.sent_bytes, links.stays_fast(groups.data, p.tensor))
+    pooling = groups.data * p.tensor
+    counts = 2 * model.moe.quantile_alternations * _router_bytes(config, memory) * (pooling - 1) / pooling
+    add("router counts", counts, links.stays_fast(pooling, 1))
     return {name: volume for name, volume in found.items() if volume.fast or volume.network}
+
+
+def _context_bytes(config: RecipeConfig, work: Work, stages: range) -> Iterator[float]:
+    """What context-parallel exchanges of a micro-batch make whole on a pipeline rank, layer by layer."""
+    model, described = config.model, stages_of(config)
+    for stage in (described[s] for s in stages):
+        mixers = [model.is_full_attention(i) for i in stage.layers] + [model.mtp.mixer == "mla"] * stage.mtp
+        for place, full_attention in enumerate(mixers):
+            forward, backward = work.context_bytes(full_attention)
+            again = config.parallel.recompute == "full" and place < len(stage.layers)
+            yield (2 if again else 1) * forward + backward

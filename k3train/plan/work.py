@@ -184,18 +184,25 @@ class Work:
         once = 4 * self.links.gather(size, self.tp, 1)
         return Seconds(once, once)
 
-    def context_parallel(self, full_attention: bool) -> Seconds:
-        """Keys and values of other parts (MLA), states and transitions of segments (KDA)."""
-        size = self.config.parallel.context
-        if size == 1:
-            return ZERO
-        mla, kda = self.model.mla, self.model.kda
+    def context_bytes(self, full_attention: bool) -> tuple[float, float]:
+        """What one layer's exchange of a micro-batch makes whole on every rank, forward and backward.
+
+        Keys and values of other parts (MLA); every row's transition and state of all segments, and back the gradient
+        of the state (KDA, in fp32). The inputs of the short convolutions, a few tokens, are left out.
+        """
+        p, mla, kda = self.config.parallel, self.model.mla, self.model.kda
         if full_attention:
-            sent = self.tokens * size * (mla.kv_lora_rank + mla.qk_rope_head_dim) * self.e
-        else:
-            sent = size * 2 * kda.num_heads / self.tp * kda.head_dim**2 * 4
-        once = self.links.gather(sent, size, self.tp)
-        return Seconds(once, once)
+            latents = p.context * self.tokens * (mla.kv_lora_rank + mla.qk_rope_head_dim) * self.e
+            return latents, latents
+        states = p.context * self.config.train.micro_batch_size * kda.num_heads / self.tp * kda.head_dim**2 * 4
+        return 2 * states, states
+
+    def context_parallel(self, full_attention: bool) -> Seconds:
+        """The exchange of `context_bytes`."""
+        p = self.config.parallel
+        if p.context == 1:
+            return ZERO
+        return Seconds(*(self.links.gather(size, p.context, self.tp) for size in self.context_bytes(full_attention)))
 
     def layer(self, index: int) -> dict[str, Seconds]:
         """All parts of a decoder layer, without recomputation."""

@@ -285,7 +285,8 @@ def test_a_damaged_checkpoint_gives_way_to_the_one_before(
     assert "the run goes back to step 2, and it is kept as step_00000003.damaged" in warning["text"]
     assert ("checkpoint.json" if damage == "marker" else shard.name) in warning["text"]
     assert told(tmp_path, "continues")[0]["text"].endswith("step_00000002 at step 2")
-    assert told(tmp_path, f"was written with torch 2.0 (now {ours}): the numbers need not be the same")
+    (differs,) = told(tmp_path, f"was written with torch 2.0 (now {ours})")  # and maybe other code, in a tree at work
+    assert "the numbers need not be the same" in differs["text"]
     for ours, one_rank in zip(lines(tmp_path, "train"), lines(clean, "train"), strict=True):
         assert ours["loss"] == pytest.approx(one_rank["loss"], rel=1e-5)
     assert (tmp_path / "checkpoints" / "step_00000003.damaged").is_dir()

@@ -93,13 +93,27 @@ def test_situ_glu_is_bounded_and_finite_far_out() -> None:
     assert up.grad.isfinite().all()
 
 
-@pytest.mark.parametrize("op", [situ_glu, swiglu])
-def test_keeps_only_its_inputs(op) -> None:
-    inputs = _inputs(16, 8, dtype=torch.bfloat16)
-    saved: list[int] = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t.data_ptr()) or t, lambda t: t):
-        op(*inputs)
-    assert saved == [t.data_ptr() for t in inputs]
+def _saved(function, *inputs: torch.Tensor) -> list[torch.Tensor]:
+    saved: list[torch.Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        function(*inputs)
+    return saved
+
+
+@pytest.mark.parametrize(
+    ("op", "dtype"), [(situ_glu, torch.bfloat16), (swiglu, torch.bfloat16), (swiglu, torch.float32)]
+)
+def test_keeps_only_its_inputs(op, dtype) -> None:
+    inputs = _inputs(16, 8, dtype=dtype)
+    assert [t.data_ptr() for t in _saved(op, *inputs)] == [t.data_ptr() for t in inputs]
+
+
+def test_situ_in_fp32_on_a_cpu_keeps_three_numbers_for_two_and_nothing_without_gradients() -> None:
+    fused, weights = torch.randn(16, 8, requires_grad=True), torch.rand(16)
+    assert [t.shape for t in _saved(situ_glu, *_inputs(16, 8))] == 3 * [(16, 8)]
+    assert sorted(t.numel() for t in _saved(fused_glu, fused, weights)) == [16, *3 * [16 * 4]]
+    with torch.no_grad():
+        assert not _saved(fused_glu, fused, weights)
 
 
 def test_bfloat16_is_rounded_once() -> None:

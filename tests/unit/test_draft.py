@@ -94,6 +94,34 @@ def test_it_begins_as_the_layer_that_it_was(single_rank: None) -> None:
     assert (other.loss[0] - found.loss[0]).abs().max() > 0.01
 
 
+def test_the_published_shape(single_rank: None) -> None:
+    """Report section 4.1.4: of K3's eight blocks the outputs of the first and the fourth and the last feature, joined
+    and projected without bias from [0 0 I]; seven steps; one loss, the acceptance's, over all of them."""
+    from k3train.config.load import load_recipe
+
+    k3 = load_recipe(["recipe=pretrain/k3"])
+    assert -(-k3.model.num_layers // k3.model.attention_residual.block_size) == 8
+    published = k3.draft
+    assert (published.blocks, published.steps, published.loss) == ([1, 4], 7, "acceptance")
+    assert published.step_weights == []
+    model = built(draft_config(tuple(published.blocks), layers=16, steps=published.steps))  # blocks of two
+    after: dict[str, torch.Tensor] = {}  # each layer: the running sum of its block
+    for name, module in [*model.decoder.layers.items(), ("features", model.decoder), ("fusion", model.mtp.fusion)]:
+        module.register_forward_hook(lambda _, given, out, name=name: after.update({name: out, f"to {name}": given[0]}))
+    tokens = tokens_of(IDS)
+    found = losses(model, tokens, packed(IDS), label_mask(IDS))
+    first, fourth, last = after["to fusion"].split(32, dim=-1)
+    assert torch.equal(first, after["1"])
+    assert torch.equal(fourth, after["7"])
+    assert torch.equal(last, after["features"])
+    ((name, weight),) = model.mtp.fusion.named_parameters()
+    assert name == "weight"
+    assert torch.equal(weight, torch.cat([torch.zeros(32, 64), torch.eye(32)], dim=1))
+    assert len(found.loss) == 7
+    counts = found.mask > 0
+    torch.testing.assert_close(found.loss[counts], -found.acceptance[counts].log())
+
+
 def test_steps_are_those_of_generation(single_rank: None) -> None:
     """Every proposal over the whole row equals that of a draft with a cache, which reads the target up to one position
     and then goes on by itself."""

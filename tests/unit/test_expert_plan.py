@@ -199,3 +199,28 @@ def test_grouped_products_equal_the_loop_over_own_and_borrowed_experts(counts: l
             assert not any(counts[3:])
             continue
         torch.testing.assert_close(at_once, looped)
+
+
+@pytest.mark.parametrize("frozen", ["", "rows", "own", "borrowed"])
+def test_products_in_turn_equal_plain_autograd(frozen: str, single_rank: None) -> None:
+    """To the last bit, with an idle expert in each stack, and where one input learns nothing."""
+    from k3train.model.experts import multiply
+
+    counts, generator = [4, 0, 7, 3, 0], torch.Generator().manual_seed(0)
+    shapes = {"rows": (14, 16), "own": (3, 8, 16), "borrowed": (2, 8, 16)}
+    values = {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+    upstream = torch.randn(8, 14, generator=generator).t()
+
+    def plain(rows: torch.Tensor, own: torch.Tensor, borrowed: torch.Tensor) -> torch.Tensor:
+        matrices = [*own.unbind(0), *borrowed.unbind(0)]
+        return torch.cat([part @ matrix.t() for part, matrix in zip(rows.split(counts), matrices)])
+
+    results = []
+    for product in (lambda r, o, b: multiply(r, [o, b], torch.tensor(counts), False), plain):
+        leaves = {name: value.clone().requires_grad_(name != frozen) for name, value in values.items()}
+        out = product(*leaves.values())
+        out.backward(upstream)
+        results.append([out, *(leaf.grad for leaf in leaves.values())])
+    for found, wanted in zip(*results):
+        assert (found is None) == (wanted is None)
+        assert found is None or torch.equal(found, wanted)

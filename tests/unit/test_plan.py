@@ -138,3 +138,13 @@ def test_multi_token_prediction_is_not_exported(single_rank: None) -> None:
         for n in (1, 0)
     )
     assert with_mtp == without
+
+
+def test_the_docs_show_the_plan_as_it_is_made_now(single_rank: None) -> None:
+    """The ladder's first rung, of which `tools/plan_docs.py --check` (a minute) is the whole."""
+    from k3train.plan.plan import make_plan
+    from k3train.plan.text import summary
+
+    plan = make_plan(load_recipe(["recipe=pretrain/k3-tiny"]), load_cluster("cpu", {}))
+    shown = f"```\n$ k3train plan recipe=pretrain/k3-tiny cluster=cpu\n{summary(plan)}\n```"
+    assert shown in (ROOT / "docs" / "planner.md").read_text(encoding="utf-8"), "run tools/plan_docs.py"

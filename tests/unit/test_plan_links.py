@@ -126,3 +126,37 @@ def test_redundant_experts_are_fetched_twice_and_their_gradients_returned(single
     assert seconds.backward == pytest.approx(2 * seconds.forward)
     assert seconds.forward == pytest.approx(layers * expert / (cluster.fast_gbs * 1e9 * 0.75))
     assert balanced.step.seconds > plain.step.seconds
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_context_parallel_ranks_send_latents_and_states(single_rank: None, recompute: str) -> None:
+    """By hand: two ranks send each other half of what both then have."""
+    from k3train.plan.plan import make_plan
+
+    words = ["recipe=pretrain/k3-tiny", "parallel=single", "parallel.context=2", "parallel.world_size=4"]
+    config = load_recipe([*words, f"parallel.recompute={recompute}", "model.mtp.num_layers=0"])
+    volume = make_plan(config, load_cluster("cpu", {"fast_domain": "2"})).step.volumes["context parallel"]
+    model, train = config.model, config.train
+    mla = train.micro_batch_size * train.seq_length // 2 * (model.mla.kv_lora_rank + model.mla.qk_rope_head_dim) * 4
+    state = train.micro_batch_size * model.kda.num_heads * model.kda.head_dim**2 * 4
+    full = sum(model.is_full_attention(i) for i in range(model.num_layers))
+    forwards = 2 if recompute == "full" else 1
+    layers = full * (forwards + 1) * mla + (model.num_layers - full) * (2 * forwards + 1) * state
+    assert volume.network == 0
+    assert volume.fast == layers * train.global_batch_size // (2 * train.micro_batch_size)
+
+
+def test_router_counts_are_pooled_over_all_ranks_of_a_stage(single_rank: None) -> None:
+    """An all-reduce of every layer's histograms, over tensor-, context- and data-parallel ranks: 4 of them here."""
+    from k3train.plan.plan import make_plan
+
+    words = ["recipe=pretrain/k3-tiny", "parallel=single", "parallel.tensor=2", "parallel.world_size=4"]
+    plan = make_plan(load_recipe(words), load_cluster("cpu", {"fast_domain": "2"}))
+    moe = plan.config.model.moe
+    layers = sum(plan.config.model.is_moe(i) for i in range(plan.config.model.num_layers))
+    layers += plan.config.model.mtp.num_layers
+    counts = layers * moe.num_experts * (2 + moe.quantile_bins) * 4
+    volume = plan.step.volumes["router counts"]
+    assert volume.fast == 0
+    assert volume.network == pytest.approx(2 * 3 / 4 * counts)
+    assert plan.step.after["router counts"] > volume.network / (plan.cluster.network_gbs * 1e9)

@@ -1,4 +1,6 @@
-"""Gated activations that keep only their two inputs for the backward pass."""
+"""Gated activations that keep no more for the backward pass than their inputs, or three numbers for two of them."""
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -30,60 +32,130 @@ def _in_compute_dtype(*tensors: Tensor) -> list[Tensor]:
     return [t.to(torch.promote_types(t.dtype, torch.float32)) for t in tensors]
 
 
-class _SituGlu(torch.autograd.Function):
+class _Glu(torch.autograd.Function):
+    """The PyTorch form of all of them, each row times its weight where there are weights."""
+
     @staticmethod
-    def forward(ctx: FunctionCtx, gate: Tensor, up: Tensor, beta: float, linear_beta: float) -> Tensor:
-        ctx.save_for_backward(gate, up)
-        ctx.betas = (beta, linear_beta)
-        g, u = _in_compute_dtype(gate, up)
-        # In-place steps keep two temporaries alive instead of six.
-        out = torch.div(g, beta).tanh_().mul_(torch.sigmoid(g))
-        out.mul_(torch.div(u, linear_beta).tanh_()).mul_(beta * linear_beta)
-        return out.to(gate.dtype)
+    def forward(
+        ctx: FunctionCtx, gate: Tensor, up: Tensor, weights: Tensor | None, situ: bool, beta: float, linear_beta: float
+    ) -> Tensor:
+        ctx.settings = (situ, beta, linear_beta)
+        hidden, parts = _forward(gate, up, weights, *ctx.settings)
+        kept = parts if _keeps_parts(gate, situ) else (gate, up)
+        ctx.save_for_backward(weights, *kept)
+        return hidden
 
     @staticmethod
     @once_differentiable
     def backward(ctx: FunctionCtx, grad_out: Tensor) -> tuple[Tensor | None, ...]:
-        gate, up = ctx.saved_tensors
-        beta, linear_beta = ctx.betas
-        g, u, grad = _in_compute_dtype(gate, up, grad_out)
-        gate_tanh = torch.div(g, beta).tanh_()
-        gate_sigmoid = torch.sigmoid(g)
-        up_tanh = torch.div(u, linear_beta).tanh_()
-        grad_gate = grad_up = None
-        if ctx.needs_input_grad[0]:
-            # d/dg [beta tanh(g/beta) sigmoid(g)] = sigmoid(g) (1 - tanh^2 + beta tanh (1 - sigmoid(g)))
-            slope = (1 - gate_sigmoid).mul_(gate_tanh).mul_(beta).add_(1).sub_(gate_tanh.square())
-            slope.mul_(gate_sigmoid).mul_(up_tanh).mul_(grad).mul_(linear_beta)
-            grad_gate = slope.to(gate.dtype)
-        if ctx.needs_input_grad[1]:
-            # d/du [linear_beta tanh(u/linear_beta)] = 1 - tanh^2
-            slope = up_tanh.square_().neg_().add_(1)
-            grad_up = slope.mul_(gate_tanh).mul_(gate_sigmoid).mul_(grad).mul_(beta).to(up.dtype)
-        return grad_gate, grad_up, None, None
+        weights, *saved = ctx.saved_tensors
+        grads = grad_out.new_empty(grad_out.shape), grad_out.new_empty(grad_out.shape)
+        grad_weights = _backward(saved, weights, grad_out, grads, *ctx.settings)
+        halves = (grad if needed else None for grad, needed in zip(grads, ctx.needs_input_grad))
+        return *halves, grad_weights, None, None, None
 
 
-class _SwiGlu(torch.autograd.Function):
+class _FusedGlu(torch.autograd.Function):
+    """`_Glu` of the halves of one projection's output; one gradient tensor back."""
+
     @staticmethod
-    def forward(ctx: FunctionCtx, gate: Tensor, up: Tensor) -> Tensor:
-        ctx.save_for_backward(gate, up)
-        g, u = _in_compute_dtype(gate, up)
-        return torch.sigmoid(g).mul_(g).mul_(u).to(gate.dtype)
+    def forward(
+        ctx: FunctionCtx, fused: Tensor, weights: Tensor | None, situ: bool, beta: float, linear_beta: float
+    ) -> Tensor:
+        ctx.settings = (situ, beta, linear_beta)
+        gate, up = fused.chunk(2, dim=-1)
+        hidden, parts = _forward(gate, up, weights, *ctx.settings)
+        ctx.save_for_backward(weights, *(parts if _keeps_parts(gate, situ) else (fused,)))
+        return hidden
 
     @staticmethod
     @once_differentiable
     def backward(ctx: FunctionCtx, grad_out: Tensor) -> tuple[Tensor | None, ...]:
-        gate, up = ctx.saved_tensors
-        g, u, grad = _in_compute_dtype(gate, up, grad_out)
-        gate_sigmoid = torch.sigmoid(g)
-        grad_gate = grad_up = None
-        if ctx.needs_input_grad[0]:
-            # d/dg [g sigmoid(g)] = sigmoid(g) (1 + g (1 - sigmoid(g)))
-            slope = (1 - gate_sigmoid).mul_(g).add_(1).mul_(gate_sigmoid)
-            grad_gate = slope.mul_(u).mul_(grad).to(gate.dtype)
-        if ctx.needs_input_grad[1]:
-            grad_up = gate_sigmoid.mul_(g).mul_(grad).to(up.dtype)
-        return grad_gate, grad_up
+        weights, *saved = ctx.saved_tensors
+        grad = grad_out.new_empty(*grad_out.shape[:-1], 2 * grad_out.shape[-1])
+        inputs = saved[0].chunk(2, dim=-1) if len(saved) == 1 else saved
+        grad_weights = _backward(inputs, weights, grad_out, grad.chunk(2, dim=-1), *ctx.settings)
+        return grad, grad_weights, None, None, None
+
+
+def _keeps_parts(gate: Tensor, situ: bool) -> bool:
+    """Whether SiTU's two tanh and sigmoid are kept for the backward, three numbers for gate and up.
+
+    On a CPU a tanh costs as much as ten products. Where they would be wider than gate and up it is not done.
+    """
+    return situ and gate.device.type == "cpu" and gate.dtype in (torch.float32, torch.float64)
+
+
+def _forward(
+    gate: Tensor, up: Tensor, weights: Tensor | None, situ: bool, beta: float, linear_beta: float
+) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """The activation, and the parts that it is made of (see `_parts`)."""
+    parts = _parts(*_in_compute_dtype(gate, up), situ, beta, linear_beta)
+    hidden = (parts[0] * parts[1]).mul_(parts[2])
+    if situ:
+        hidden.mul_(beta * linear_beta)
+    if weights is not None:
+        # Rounded before the weight meets it, as where that is an operation by itself.
+        hidden = hidden.to(gate.dtype).to(hidden.dtype).mul_(weights.unsqueeze(-1))
+    return hidden.to(gate.dtype), parts
+
+
+def _parts(g: Tensor, u: Tensor, situ: bool, beta: float, linear_beta: float) -> tuple[Tensor, Tensor, Tensor]:
+    """tanh(g / beta), sigmoid(g) and tanh(u / linear_beta) of SiTU; g, sigmoid(g) and u of SwiGLU."""
+    if not situ:
+        return g, torch.sigmoid(g), u
+    return torch.div(g, beta).tanh_(), torch.sigmoid(g), torch.div(u, linear_beta).tanh_()
+
+
+def _backward(
+    saved: Sequence[Tensor],
+    weights: Tensor | None,
+    grad_out: Tensor,
+    grads: Sequence[Tensor],
+    situ: bool,
+    beta: float,
+    linear_beta: float,
+) -> Tensor | None:
+    """Write the gradients of gate and up to ``grads``; returns those of the weights.
+
+    ``saved`` holds gate and up, or their parts.
+    """
+    grad, *saved = _in_compute_dtype(grad_out, *saved)
+    parts = saved if len(saved) == 3 else _parts(*saved, situ, beta, linear_beta)
+    grad_weights = None
+    if weights is not None:
+        hidden = (parts[0] * parts[1]).mul_(parts[2])
+        if situ:
+            hidden.mul_(beta * linear_beta)
+        # Rounded where autograd would round.
+        grad_weights = hidden.to(grad_out.dtype).to(grad.dtype).mul_(grad).sum(dim=-1).to(weights.dtype)
+        grad = (grad * weights.unsqueeze(-1)).to(grad_out.dtype).to(grad.dtype)
+    if situ:
+        _situ_slopes(*parts, grad, grads, beta, linear_beta)
+    else:
+        _swiglu_slopes(*parts, grad, grads)
+    return grad_weights
+
+
+def _situ_slopes(
+    a: Tensor, s: Tensor, t: Tensor, grad: Tensor, grads: Sequence[Tensor], beta: float, linear_beta: float
+) -> None:
+    """``a``, ``s``, ``t``: tanh(g / beta), sigmoid(g) and tanh(u / linear_beta)."""
+    scaled = grad * s
+    # d/dg [beta tanh(g/beta) sigmoid(g)] = sigmoid(g) (1 - tanh^2 + beta tanh (1 - sigmoid(g)))
+    slope = torch.add(a, s, alpha=beta).sub_(beta)  # 1 - a of this, times linear_beta
+    torch.addcmul(a.new_tensor(linear_beta), a, slope, value=-linear_beta, out=slope)
+    grads[0].copy_(slope.mul_(t).mul_(scaled))
+    # d/du [linear_beta tanh(u/linear_beta)] = 1 - tanh^2
+    scaled.mul_(a).mul_(beta)
+    torch.mul(scaled, t, out=slope)
+    grads[1].copy_(scaled.addcmul_(slope, t, value=-1))
+
+
+def _swiglu_slopes(g: Tensor, s: Tensor, u: Tensor, grad: Tensor, grads: Sequence[Tensor]) -> None:
+    # d/dg [g sigmoid(g)] = sigmoid(g) (1 + g (1 - sigmoid(g)))
+    grads[0].copy_((1 - s).mul_(g).add_(1).mul_(s).mul_(u).mul_(grad))
+    grads[1].copy_((s * g).mul_(grad))
 
 
 class _TritonGlu(torch.autograd.Function):
@@ -139,7 +211,8 @@ def situ_glu(
 
     Kimi K3 report §2.3; used in routed, shared and dense feed-forward layers. The output's magnitude never
     exceeds ``beta * linear_beta`` (100 by default). Computes in fp32 (fp64 for fp64 inputs) and returns the
-    inputs' dtype. Only ``gate`` and ``up`` are kept for the backward, which can't be differentiated again.
+    inputs' dtype. The backward can't be differentiated again; ``gate`` and ``up`` alone are kept for it, except in
+    fp32 on a CPU, where two tanh and a sigmoid are kept in their place.
 
     Args:
         gate: [..., f], any memory layout, floating point.
@@ -158,7 +231,7 @@ def situ_glu(
         return situ_glu_reference(gate, up, beta, linear_beta)
     if chosen == "triton":
         return _TritonGlu.apply(gate, up, True, beta, linear_beta)
-    return _SituGlu.apply(gate, up, beta, linear_beta)
+    return _Glu.apply(gate, up, None, True, beta, linear_beta)
 
 
 def swiglu(gate: Tensor, up: Tensor, *, backend: str = "auto") -> Tensor:
@@ -172,7 +245,7 @@ def swiglu(gate: Tensor, up: Tensor, *, backend: str = "auto") -> Tensor:
         return swiglu_reference(gate, up)
     if chosen == "triton":
         return _TritonGlu.apply(gate, up, False, 1.0, 1.0)
-    return _SwiGlu.apply(gate, up)
+    return _Glu.apply(gate, up, None, False, 1.0, 1.0)
 
 
 def fused_glu(
@@ -186,7 +259,7 @@ def fused_glu(
 ) -> Tensor:
     """The activation of a projection's two halves, gate first, and each row times its router weight.
 
-    In Triton one pass, rounded once; the gradient of both halves comes back as one tensor. In PyTorch the activation
+    The gradient of both halves comes back as one tensor. In Triton one pass, rounded once; in PyTorch the activation
     is rounded to the dtype of ``fused`` before the weight meets it in fp32.
 
     Args:
@@ -196,7 +269,7 @@ def fused_glu(
         backend: as in :func:`situ_glu`.
 
     Returns:
-        [..., f] in the dtype of ``fused``. Only ``fused`` and ``weights`` are kept for the backward in Triton.
+        [..., f] in the dtype of ``fused``. What is kept for the backward is that of :func:`situ_glu` and ``weights``.
 
     Raises:
         ValueError: an odd last dim, weights of another shape, an unknown activation, and as :func:`situ_glu`.
@@ -213,6 +286,8 @@ def fused_glu(
     chosen = resolve_backend("fused_glu", backend, fused.device, fused.dtype)
     if chosen == "triton":
         return _TritonFusedGlu.apply(fused, weights, activation == "situ", beta, linear_beta)
+    if chosen == "torch":
+        return _FusedGlu.apply(fused, weights, activation == "situ", beta, linear_beta)
     if activation == "situ":
         hidden = situ_glu(gate, up, beta, linear_beta, backend=chosen)
     else:
