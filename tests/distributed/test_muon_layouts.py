@@ -26,7 +26,7 @@ def muon_recipe(**settings: Any) -> RecipeConfig:
     shipped: OptimConfig = load_recipe(["recipe=pretrain/k3-tiny", "optim=per-head-muon"]).optim
     changes = {"lr": 1e-3, "min_lr": 1e-4, "schedule": "constant", "eps": 1e-3}
     plain = recipe(**settings)
-    model = dataclasses.replace(plain.model, vocab_size=600)
+    model = dataclasses.replace(plain.model, vocab_size=636)
     return dataclasses.replace(plain, model=model, optim=dataclasses.replace(shipped, **changes))
 
 
