@@ -27,6 +27,9 @@ from k3train.config.schema import RecipeConfig
 LOSS_TOLERANCE = 2e-6  # relative; the loss of so young a model hardly feels rounding
 GRADIENT_TOLERANCE = 3e-3  # relative, in norm, per parameter
 PARAMETER_TOLERANCE = 1e-4
+# From the second step on, values at the border of two codes round to the other one here and there. AdamW's small steps
+# hide that; Muon gives the weakest direction of a gradient the weight of the strongest, and with it the difference.
+MUON_PARAMETER_TOLERANCE = 6e-4
 ON = QuantConfig(enabled=True, skip_stages=[])
 
 
@@ -94,7 +97,8 @@ def test_layouts_equal_one_rank(pool: WorkerPool, one_rank: dict, layout: str) -
     gradients = assemble(actual, "gradients"), assemble(expected, "gradients")
     assert_close_in_norm(*gradients, GRADIENT_TOLERANCE, "gradients")
     parameters = assemble(actual, "parameters"), assemble(expected, "parameters")
-    assert_close_in_norm(*parameters, PARAMETER_TOLERANCE, "parameters")
+    muon = settings.get("muon", False)
+    assert_close_in_norm(*parameters, MUON_PARAMETER_TOLERANCE if muon else PARAMETER_TOLERANCE, "parameters")
 
 
 def test_the_bounds_see_a_wrong_block(pool: WorkerPool, one_rank: dict) -> None:
@@ -103,6 +107,13 @@ def test_the_bounds_see_a_wrong_block(pool: WorkerPool, one_rank: dict) -> None:
         loss, gradient = distances(pool.run(train, 1, qat_recipe(quant=quant)), one_rank[False])
         print(quant.describe(), loss, gradient)
         assert gradient > 3 * GRADIENT_TOLERANCE
+    floor = qat_recipe(muon=True, quant=dataclasses.replace(ON, weight_scale="floor"))
+    ours, theirs = assemble(pool.run(train, 1, floor), "parameters"), assemble(one_rank[True], "parameters")
+    experts = [name for name in theirs if ".experts.w" in name]
+    moved = {name: float((ours[name] - theirs[name]).norm() / theirs[name].norm()) for name in experts}
+    print("experts under Muon", moved)
+    assert len(experts) == 10
+    assert min(moved.values()) > 3 * MUON_PARAMETER_TOLERANCE
 
 
 @pytest.fixture(scope="module")
