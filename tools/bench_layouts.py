@@ -223,7 +223,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--recipe", default="pretrain/k3-tiny", help="whose model and batch (%(default)s)")
     parser.add_argument("--steps", type=int, default=4, help="timed steps, after one that is not (%(default)s)")
-    parser.add_argument("--only", nargs="+", choices=list(LAYOUTS), help="these layouts, without the KDA table")
+    parser.add_argument("--only", nargs="+", choices=[*LAYOUTS, "kda"], help="these; kda is the table of lengths")
     parser.add_argument("--rounds", type=int, default=5, help="of the KDA table (%(default)s)")
     parser.add_argument("--tokens", type=int, default=8192, help="of the KDA table (%(default)s)")
     parser.add_argument("--timeout", type=float, default=300.0, help="seconds a layout may take (%(default)s)")
@@ -237,9 +237,18 @@ def main() -> int:
     first = chosen["single"][1]
     train = first.train
     print(f"{args.recipe}, {train.global_batch_size} x {train.seq_length} tokens a step; {processor()}\n")
+    layouts = [name for name in args.only or chosen if name != "kda"]
+    if layouts:
+        _print_layouts(layouts, chosen, args)
+    if not args.only or "kda" in args.only:
+        _print_lengths(kda_lengths(first, args.tokens, args.rounds))
+    return 0
+
+
+def _print_layouts(names: list[str], chosen: dict[str, tuple[int, RecipeConfig]], args: argparse.Namespace) -> None:
     print("| Layout | Ranks | Step, ms | Processor, ms | Peak memory, MiB | Sent between stages, MiB |")
     print("|---|---|---|---|---|---|")
-    for name in args.only or chosen:
+    for name in names:
         size, config = chosen[name]
         found = bench_layout(config, size, args.steps, args.timeout)
         print(
@@ -247,14 +256,14 @@ def main() -> int:
             f"| {found['memory'] / MIB:.0f} | {found['sent'] / MIB:.2f} |",
             flush=True,
         )
-    if not args.only:
-        print("\n| KDA layer, sequence length | µs per token | against the fastest |")
-        print("|---|---|---|")
-        table = kda_lengths(first, args.tokens, args.rounds)
-        fastest = min(value for _, value in table)
-        for length, value in table:
-            print(f"| {length} | {value:.2f} | {value / fastest:.2f} |")
-    return 0
+
+
+def _print_lengths(table: list[tuple[int, float]]) -> None:
+    print("\n| KDA layer, sequence length | µs per token | against the fastest |")
+    print("|---|---|---|")
+    fastest = min(value for _, value in table)
+    for length, value in table:
+        print(f"| {length} | {value:.2f} | {value / fastest:.2f} |")
 
 
 if __name__ == "__main__":
