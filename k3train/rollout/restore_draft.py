@@ -2,44 +2,26 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import torch
 
 from k3train.checkpoint import engines, store
 from k3train.config.draft import DraftConfig
 from k3train.config.explain import as_override
-from k3train.config.rules import value_at
 from k3train.config.schema import RecipeConfig
+from k3train.config.shapes import EXPERTS, MLA, WIDTHS, first_difference
 from k3train.errors import UserError
 from k3train.model.draft import FUSION, DraftModel
 from k3train.model.init import init_weights
 from k3train.rollout.restore import Restored, recipe_of
 
 # What decides the shapes of the layer, and which sums it reads.
-_ALIKE = (
-    "num_layers",
-    "hidden_size",
-    "vocab_size",
-    "ffn_hidden_size",
-    "attention_residual.enabled",
-    "attention_residual.block_size",
-    "mla.num_heads",
-    "mla.q_lora_rank",
-    "mla.kv_lora_rank",
-    "mla.qk_nope_head_dim",
-    "mla.qk_rope_head_dim",
-    "mla.v_head_dim",
-    "mla.output_gate",
-    "moe.num_experts",
-    "moe.top_k",
-    "moe.latent_size",
-    "moe.latent_norm",
-    "moe.expert_hidden_size",
-    "moe.num_shared_experts",
-)
+_ALIKE = (*WIDTHS, "attention_residual.enabled", "attention_residual.block_size", *MLA, *EXPERTS, "moe.top_k")
 
 
-def draft_recipe(source: str, target: RecipeConfig) -> RecipeConfig:
-    """The recipe of `--draft source`, once it is clear that its draft fits the target.
+def draft_recipe(source: str, target: RecipeConfig) -> tuple[Path, RecipeConfig]:
+    """The checkpoint of `--draft source` and its recipe, once it is clear that its draft fits the target.
 
     Raises:
         UserError: it is no checkpoint, has no layer that could be a draft, or one of another model's shapes.
@@ -55,15 +37,14 @@ def draft_recipe(source: str, target: RecipeConfig) -> RecipeConfig:
             f"--draft {source} has model.mtp.mixer={theirs.model.mtp.mixer}, whose state cannot go back behind a"
             " rejected token; allowed: mla"
         )
-    for key in _ALIKE:
-        was, now = value_at(theirs.model, key), value_at(target.model, key)
-        if was != now:
-            raise UserError(
-                f"--draft {source} is of another model: model.{key} is {as_override(was)} there and"
-                f" {as_override(now)} in --checkpoint; give a draft that was trained for this model"
-            )
+    if differs := first_difference(theirs.model, target.model, _ALIKE):
+        key, was, now = differs
+        raise UserError(
+            f"--draft {source} is of another model: model.{key} is {as_override(was)} there and"
+            f" {as_override(now)} in --checkpoint; give a draft that was trained for this model"
+        )
     engines.require_engine(path, "megatron")
-    return theirs
+    return path, theirs
 
 
 def add_draft(restored: Restored, source: str) -> DraftConfig:
@@ -75,8 +56,7 @@ def add_draft(restored: Restored, source: str) -> DraftConfig:
     Raises:
         UserError: see `draft_recipe`; or the checkpoint is damaged.
     """
-    theirs = draft_recipe(source, restored.config)
-    path, _ = recipe_of(source)
+    path, theirs = draft_recipe(source, restored.config)
     model, trained = restored.model, theirs.stage.name == "draft"
     config = model.config
     config.draft = theirs.draft if trained else DraftConfig(blocks=[])

@@ -7,37 +7,24 @@ from pathlib import Path
 from k3train.checkpoint import directory
 from k3train.config.explain import as_override
 from k3train.config.load import recipe_from_dict
-from k3train.config.rules import value_at
 from k3train.config.schema import RecipeConfig
+from k3train.config.shapes import EXPERTS, MLA, WIDTHS, first_difference
 from k3train.data.chat.xtml import STRUCTURE, WORDS
 from k3train.data.tokenizer import Tokenizer, load_tokenizer
 from k3train.errors import UserError
 
 # The keys that decide which weights there are and of what shape.
 _SHAPES = (
-    "num_layers",
-    "hidden_size",
-    "vocab_size",
-    "ffn_hidden_size",
+    *WIDTHS,
     "full_attention_layers",
     "tie_word_embeddings",
     "kda.num_heads",
     "kda.head_dim",
     "kda.conv_size",
     "kda.output_gate",
-    "mla.num_heads",
-    "mla.q_lora_rank",
-    "mla.kv_lora_rank",
-    "mla.qk_nope_head_dim",
-    "mla.qk_rope_head_dim",
-    "mla.v_head_dim",
-    "mla.output_gate",
+    *MLA,
     "attention_residual.enabled",
-    "moe.num_experts",
-    "moe.latent_size",
-    "moe.latent_norm",
-    "moe.expert_hidden_size",
-    "moe.num_shared_experts",
+    *EXPERTS,
     "moe.first_dense_layers",
 )
 
@@ -56,14 +43,13 @@ def check_start(config: RecipeConfig, tokenizer: Tokenizer) -> None:
         )
     path = directory.resolve(given)
     saved = recipe_from_dict(directory.read_marker(path)["config"])
-    for key in _SHAPES:
-        was, now = value_at(saved.model, key), value_at(config.model, key)
-        if was != now:
-            raise UserError(
-                f"checkpoint.load={given} is of another model: model.{key} is {as_override(was)} there and"
-                f" {as_override(now)} here; allowed: weights of the same shapes; try model={saved.model.name} or"
-                f" model.{key}={as_override(was)}"
-            )
+    if differs := first_difference(saved.model, config.model, _SHAPES):
+        key, was, now = differs
+        raise UserError(
+            f"checkpoint.load={given} is of another model: model.{key} is {as_override(was)} there and"
+            f" {as_override(now)} here; allowed: weights of the same shapes; try model={saved.model.name} or"
+            f" model.{key}={as_override(was)}"
+        )
     drawn = config.stage.name == "draft" and config.draft.start == "new"
     if config.model.mtp.num_layers > saved.model.mtp.num_layers and not drawn:
         cure = f"model.mtp.num_layers={saved.model.mtp.num_layers}"

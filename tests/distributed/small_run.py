@@ -104,6 +104,18 @@ def train_until(stage: type, rank: int, world_size: int, recipe: dict[str, Any],
     return loop.run_training(recipe_from_dict(recipe), stage, here, trainer=Stopping)
 
 
+def checks(world_size: int) -> Callable[[Any], None]:
+    """What is asked of a recipe before ranks start, for `train_stage`."""
+    from k3train.config.validate import validate
+    from k3train.stages.inputs import check_inputs
+
+    def check(config: Any) -> None:
+        validate(config, world_size)
+        check_inputs(config)
+
+    return check
+
+
 def train_stage(
     stage: type,
     rank: int,

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import test_sft
 import torch
-from small_run import lines, train_stage
+from small_run import checks, lines, train_stage
 
 folder = test_sft.folder
 ODD = {"model__vocab_size": 305, "model__vocab_padding_multiple": 1}  # two ranks cannot halve it
@@ -17,15 +17,9 @@ ODD = {"model__vocab_size": 305, "model__vocab_padding_multiple": 1}  # two rank
 
 def distill(rank: int, world_size: int, recipe: dict[str, Any], signal_at: int = 0) -> tuple[int | str, dict]:
     """As `small_run.train`, with this stage."""
-    from k3train.config.validate import validate
     from k3train.stages.distill import DistillStage
-    from k3train.stages.inputs import check_inputs
 
-    def check(config: Any) -> None:
-        validate(config, world_size)
-        check_inputs(config)
-
-    return train_stage(DistillStage, rank, world_size, recipe, signal_at, check)
+    return train_stage(DistillStage, rank, world_size, recipe, signal_at, checks(world_size))
 
 
 def distill_recipe(folder: Path, run_dir: Path, teacher: Path, **changes: Any) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import test_sft
 import torch
-from small_run import lines, make_corpus, small_recipe, train, train_stage
+from small_run import checks, lines, make_corpus, small_recipe, train, train_stage
 
 from k3train.config.load import recipe_from_dict
 
@@ -17,15 +17,9 @@ chats = test_sft.folder
 
 def train_draft(rank: int, world_size: int, recipe: dict[str, Any], signal_at: int = 0) -> tuple[int | str, dict]:
     """As `small_run.train`, with this stage."""
-    from k3train.config.validate import validate
     from k3train.stages.draft import DraftStage
-    from k3train.stages.inputs import check_inputs
 
-    def check(config: Any) -> None:
-        validate(config, world_size)
-        check_inputs(config)
-
-    return train_stage(DraftStage, rank, world_size, recipe, signal_at, check)
+    return train_stage(DraftStage, rank, world_size, recipe, signal_at, checks(world_size))
 
 
 def draft_recipe(corpus: Path, run_dir: Path, target: Path, **changes: Any) -> dict[str, Any]:
