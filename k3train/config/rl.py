@@ -24,7 +24,9 @@ class ObjectiveConfig:
     # group_mean: r - mean (K2.5) | group_norm: (r - mean) / std (GRPO) | leave_one_out: r - mean of the others |
     # none: r.
     baseline: str = "group_mean"
-    # token: all tokens of the batch weigh the same (K2.5) | sequence: the mean over a response, then over responses.
+    # token: all tokens of the batch weigh the same (K2.5's N as the batch's) | group: the mean over the tokens of the K
+    # responses to a prompt, then over prompts (its N as printed, inside the expectation over prompts) | sequence: the
+    # mean over a response, then over responses.
     normalization: str = "token"
     regularizer: float = 0.02  # tau, times the squared log-ratio
     regularize_masked: bool = True  # whether the regularizer acts on tokens outside the interval too

@@ -13,7 +13,7 @@ CHOICES = {
     "rl.objective.surrogate": ("mask", "ppo", "reinforce"),
     "rl.objective.clip_on": ("ratio", "log_ratio"),
     "rl.objective.baseline": ("group_mean", "group_norm", "leave_one_out", "none"),
-    "rl.objective.normalization": ("token", "sequence"),
+    "rl.objective.normalization": ("token", "group", "sequence"),
     "rl.objective.signal": ("outcome", "mopd"),
     "rl.rollout.engine": ("local", "openai"),
     "rl.rollout.refresh": ("in_place", "disk", "none"),
