@@ -59,6 +59,7 @@ class RolloutConfig:
     top_p: float = 1.0
     top_k: int = 0
     max_rows: int = 64  # samples that the local engine generates at a time
+    environment_workers: int = 8  # steps of environments, or judgings of groups, at a time
     # Whether a paused sample keeps its KDA states and latents, which then stem from older weights; else they are
     # computed anew.
     keep_states: bool = False

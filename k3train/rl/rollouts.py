@@ -20,8 +20,9 @@ from k3train.config.rl import RLConfig
 from k3train.data.chat.messages import Conversation
 from k3train.data.chat.parse import Completion
 from k3train.errors import UserError
+from k3train.rl.calls import Calls
 from k3train.rl.chat import ChatFormat
-from k3train.rl.environments import Environment, Step, call_all
+from k3train.rl.environments import Environment, Step
 from k3train.rl.sources import Source
 from k3train.rl.trajectory import Group, Trajectory
 from k3train.rollout.engine import Engine, Piece, Work
@@ -69,6 +70,7 @@ class Rollouts:
         self._positions = [0] * len(sources)  # tasks taken from each source
         self.totals: Counter[str] = Counter()
         self._step: Counter[str] = Counter()
+        self._calls = Calls(config.rollout.environment_workers)
         rollout = config.rollout
         self._sampling = SamplingConfig(
             temperature=rollout.temperature, top_p=rollout.top_p, top_k=rollout.top_k, seed=seed
@@ -104,8 +106,7 @@ class Rollouts:
         self._take(engine, index, engine.pause())
         ready = [g for g in self.groups if g.done]
         self.groups = [g for g in self.groups if not g.done]
-        for group in ready:
-            self._judge(group)
+        self._judge(ready)
         self._count(engine, before, time.perf_counter() - started)
         return ready
 
@@ -207,13 +208,13 @@ class Rollouts:
 
     def _outcomes(self, ended: Sequence[tuple[int, Group, Trajectory]]) -> list[Step | str]:
         """What the environments make of the messages that ended; a sentence where one fails."""
-        calls = []
+        calls, seconds = [], []
         for number, group, sample in ended:
             source = self.sources[group.environment]
             turns, seed = self.completions(group, sample), self._seed_of(group, number)
             calls.append(functools.partial(source.environment.step, source.tasks[group.task], turns, seed))
-        seconds = max(self.sources[group.environment].seconds for _, group, _ in ended)
-        results = call_all(calls, seconds)
+            seconds.append(source.seconds)
+        results = self._calls.wait([self._calls.start(call, limit) for call, limit in zip(calls, seconds)])
         return [r if isinstance(r, Step) else f"{type(r).__name__}: {r}" for r in results]
 
     def _seed_of(self, group: Group, number: int) -> int:
@@ -255,24 +256,35 @@ class Rollouts:
         self.totals[f"{kind}_failures"] += 1
         self._step["failed"] += 1
 
-    def _judge(self, group: Group) -> None:
-        """Let the environment compare the samples of a group, where it does."""
-        source = self.sources[group.environment]
-        whole = [s for s in group.samples if s.finish != "failed"]
-        if not whole or type(source.environment).judge_group is Environment.judge_group:
+    def _judge(self, groups: Sequence[Group]) -> None:
+        """Let environments compare the samples of groups, where they do; all groups side by side."""
+        asked = []
+        for group in groups:
+            whole = [s for s in group.samples if s.finish != "failed"]
+            kind = type(self.sources[group.environment].environment)
+            if whole and kind.judge_group is not Environment.judge_group:
+                asked.append((group, whole))
+        if not asked:
             return
-        answers = [self.completions(group, s)[-1] for s in whole]
-        task = source.tasks[group.task]
-        judged = self._agree(
-            lambda: call_all([lambda: source.environment.judge_group(task, answers)], source.seconds)[0]
-        )
-        if isinstance(judged, Exception):
-            for sample in whole:
-                self._fail(sample, f"{type(judged).__name__}: {judged}", "judge")
-        elif judged is not None:
-            for sample, reward in zip(whole, judged, strict=True):
-                if not sample.over_budget:
-                    sample.reward = float(reward)
+        for (_, whole), judged in zip(asked, self._agree(lambda: self._verdicts(asked))):
+            if isinstance(judged, str):
+                for sample in whole:
+                    self._fail(sample, judged, "judge")
+            elif judged is not None:
+                for sample, reward in zip(whole, judged, strict=True):
+                    if not sample.over_budget:
+                        sample.reward = float(reward)
+
+    def _verdicts(self, asked: Sequence[tuple[Group, list[Trajectory]]]) -> list[list[float] | str | None]:
+        """Of each group its rewards; a sentence where judging fails."""
+        calls = []
+        for group, whole in asked:
+            source = self.sources[group.environment]
+            answers = [self.completions(group, s)[-1] for s in whole]
+            call = functools.partial(source.environment.judge_group, source.tasks[group.task], answers)
+            limit = math.inf if source.environment.limits_judging else source.seconds
+            calls.append(self._calls.start(call, limit))
+        return [f"{type(r).__name__}: {r}" if isinstance(r, Exception) else r for r in self._calls.wait(calls)]
 
     def _enough(self, target: int, version: int) -> bool:
         done = self._step["in_flight"] - sum(s.finish is None for g in self.groups for s in g.samples)
