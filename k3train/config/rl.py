@@ -60,6 +60,9 @@ class RolloutConfig:
     top_k: int = 0
     max_rows: int = 64  # samples that the local engine generates at a time
     environment_workers: int = 8  # steps of environments, or judgings of groups, at a time
+    # Local engine: tokens that other samples grow by before an environment's answer, such as a tool's output, is taken
+    # up; generation waits for one that is not there by then. So samples do not depend on how long environments take.
+    environment_lag: int = 32
     # Whether a paused sample keeps its KDA states and latents, which then stem from older weights; else they are
     # computed anew.
     keep_states: bool = False

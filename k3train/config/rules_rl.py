@@ -38,6 +38,7 @@ RANGES: dict[str, tuple[float, dict[str, float]]] = {
     "rl.rollout.top_k": (0, {"least": 0}),
     "rl.rollout.max_rows": (64, {"least": 1}),
     "rl.rollout.environment_workers": (8, {"least": 1, "most": 1024}),
+    "rl.rollout.environment_lag": (32, {"least": 0}),
     "rl.rollout.concurrency": (32, {"least": 1, "most": 4096}),
     "rl.rollout.retries": (3, {"least": 0}),
     "rl.rollout.timeout_seconds": (60, {"above": 0}),

@@ -52,6 +52,14 @@ class Environment:
         """The answer to the last of `turns`. `seed` belongs to the sample."""
         return Step(self.reward(task, turns, seed))
 
+    def ends(self, task: Task, turns: Sequence[Completion]) -> bool:
+        """Whether `step` will surely end the sample. Quick: it is asked before generation goes on.
+
+        Generation does not wait for such a step before the rewards are needed; of another it waits for the answer
+        (`rl.rollout.environment_lag`). A `step` of your own may always go on unless you override this too.
+        """
+        return type(self).step is Environment.step
+
     def judge_group(self, task: Task, answers: Sequence[Completion]) -> list[float] | None:
         """Rewards of the K finished samples of a prompt by comparing them, or None to keep those of `step`."""
         return None
@@ -87,9 +95,12 @@ class PythonEnvironment(Environment):
     def conversation(self, task: Task) -> Conversation:
         return replace(task.conversation, tools=[*(task.conversation.tools or []), PYTHON_TOOL])
 
+    def ends(self, task: Task, turns: Sequence[Completion]) -> bool:
+        return not turns[-1].complete or not turns[-1].calls or len(turns) >= self.max_turns
+
     def step(self, task: Task, turns: Sequence[Completion], seed: int) -> Step:
         last = turns[-1]
-        if not last.complete or not last.calls or len(turns) >= self.max_turns:
+        if self.ends(task, turns):
             return Step(self.reward(task, turns, seed))
         results = [self._run(call) for call in last.calls]
         messages = tuple(

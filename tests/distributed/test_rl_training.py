@@ -107,6 +107,36 @@ def test_an_interrupted_run_continues_bit_for_bit(
     assert all(torch.equal(resumed[name], parameters[name]) for name in parameters)
 
 
+def test_a_run_with_a_slow_environment_continues_bit_for_bit(pool: Any, tasks: Path, tmp_path: Path) -> None:
+    """Samples of several turns, whose environment takes other times in every run; and the same on two ranks."""
+    source = {"name": "rl_run:Answers", "tasks": str(tasks / "tasks.jsonl")}
+    rollout = {"prompts": 4, "samples": 4, "max_new_tokens": 90, "max_rows": 5, "finish_fraction": 0.3}
+    changes = {
+        "rl__environments": [source],
+        "rl__rollout": {**rollout, "environment_lag": 3},
+        "rl__eval_tasks": None,
+        "train__seq_length": 160,
+        "train__global_batch_size": 16,
+        "train__steps": 3,
+    }
+    ((code, parameters),) = pool.run(train_rl, 1, rl_recipe(tasks, tmp_path / "whole", **changes))
+    assert code == 0, code
+    expected = steps(tmp_path / "whole")
+    assert max(line["turns"] for line in expected) > 1
+    assert sum(line["rollout"]["resumed"] for line in expected) > 0
+    recipe = rl_recipe(tasks, tmp_path / "stopped", **changes)
+    assert pool.run(train_rl, 1, recipe, 2)[0][0] == 128 + 15
+    ((code, resumed),) = pool.run(train_rl, 1, recipe)
+    assert code == 0, code
+    assert steps(tmp_path / "stopped") == expected
+    assert all(torch.equal(resumed[name], parameters[name]) for name in parameters)
+    results = pool.run(train_rl, 2, rl_recipe(tasks, tmp_path / "dp2", **changes))
+    assert [code for code, _ in results] == [0, 0], results
+    for ours, one_rank in zip(steps(tmp_path / "dp2"), expected, strict=True):
+        assert (ours["trained_tokens"], ours["reward"]) == (one_rank["trained_tokens"], one_rank["reward"])
+        assert ours["loss"] == pytest.approx(one_rank["loss"], rel=1e-4, abs=1e-6)
+
+
 def test_a_missing_state_is_named(pool: Any, tasks: Path, tmp_path: Path) -> None:
     recipe = rl_recipe(tasks, tmp_path, **PARTIAL)
     assert pool.run(train_rl, 1, recipe, 1)[0][0] == 128 + 15
