@@ -124,6 +124,9 @@ class TeacherConfig:
     checkpoint: str | None = None  # a checkpoint, or a run
     url: str | None = None  # or a completion server that scores prompts: http://HOST:PORT
     model: str | None = None  # the name that server serves; null: its first
+    # Of a server that stays silent after all rl.rollout.retries: stop (the run ends) | drop (the step goes on without
+    # its samples, which are counted).
+    when_silent: str = "stop"
     family: str = "*"  # of tasks; *: any
     effort: str = "*"
     # Teachers of the same family and effort are a mixture: their probabilities count by these weights.

@@ -12,6 +12,7 @@ import pytest
 import torch
 from rl_run import gain_of_a_step, make_tasks, rl_recipe, train_rl
 from small_run import lines
+from teacher_stub import TeacherStub
 
 CLOCKS = ("rollout_seconds", "rollout_tokens_per_second")
 # Fewer rows than samples in flight: an untrained model ends hardly any text early, so that all would finish together.
@@ -168,6 +169,40 @@ def test_distillation_from_teachers(pool: Any, tasks: Path, clean: tuple[Path, d
         assert (steps(run_dir)[0]["advantage_abs"] > 1e-2) is signal
     ((message, _),) = pool.run(train_rl, 1, rl_recipe(tasks, tmp_path / "x", **common, rl__teachers=teachers[:1]))
     assert "rl.teachers has none for family=user" in message
+
+
+def test_a_teacher_that_goes_silent(pool: Any, tasks: Path, tmp_path: Path) -> None:
+    """One of two teachers answers nothing but its first requests: the run ends with a sentence, or trains on the other
+    one's samples, on both ranks alike."""
+    good, silent = TeacherStub("well"), TeacherStub("silent")
+    try:
+        for when, ranks in (("stop", 1), ("drop", 2)):
+            teachers = [
+                {"url": good.url, "family": "say"},
+                {"url": silent.url, "family": "user", "when_silent": when},
+            ]
+            recipe = rl_recipe(
+                tasks,
+                tmp_path / when,
+                rl__objective={"signal": "mopd"},
+                rl__teachers=teachers,
+                rl__eval_tasks=None,
+                train__steps=2,
+                train__eval_interval=0,
+            )
+            recipe["rl"]["rollout"] |= {"retries": 1, "timeout_seconds": 1.0}
+            results = pool.run(train_rl, ranks, recipe)
+            if when == "stop":
+                assert f"(rl.teachers.1.url={silent.url}) does not answer, asked 2 times" in results[0][0]
+                continue
+            assert [code for code, _ in results] == [0, 0], results
+            found = steps(tmp_path / when)
+            assert sum(line["teacher_dropped"] for line in found) > 0
+            assert found[-1]["teacher_failures"] >= 2
+            assert all(line["grad_norm"] > 0 and line["trained_tokens"] > 0 for line in found)
+    finally:
+        good.close()
+        silent.close()
 
 
 def test_experts_of_the_rollout_are_replayed(pool: Any, tasks: Path, tmp_path: Path) -> None:
