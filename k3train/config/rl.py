@@ -24,7 +24,9 @@ class ObjectiveConfig:
     # group_mean: r - mean (K2.5) | group_norm: (r - mean) / std (GRPO) | leave_one_out: r - mean of the others |
     # none: r.
     baseline: str = "group_mean"
-    # token: all tokens of the batch weigh the same (K2.5) | sequence: the mean over a response, then over responses.
+    # token: all tokens of the batch weigh the same (K2.5's N as the batch's) | group: the mean over the tokens of the K
+    # responses to a prompt, then over prompts (its N as printed, inside the expectation over prompts) | sequence: the
+    # mean over a response, then over responses.
     normalization: str = "token"
     regularizer: float = 0.02  # tau, times the squared log-ratio
     regularize_masked: bool = True  # whether the regularizer acts on tokens outside the interval too
@@ -57,6 +59,10 @@ class RolloutConfig:
     top_p: float = 1.0
     top_k: int = 0
     max_rows: int = 64  # samples that the local engine generates at a time
+    environment_workers: int = 8  # steps of environments, or judgings of groups, at a time
+    # Local engine: tokens that other samples grow by before an environment's answer, such as a tool's output, is taken
+    # up; generation waits for one that is not there by then. So samples do not depend on how long environments take.
+    environment_lag: int = 32
     # Whether a paused sample keeps its KDA states and latents, which then stem from older weights; else they are
     # computed anew.
     keep_states: bool = False
@@ -118,6 +124,9 @@ class TeacherConfig:
     checkpoint: str | None = None  # a checkpoint, or a run
     url: str | None = None  # or a completion server that scores prompts: http://HOST:PORT
     model: str | None = None  # the name that server serves; null: its first
+    # Of a server that stays silent after all rl.rollout.retries: stop (the run ends) | drop (the step goes on without
+    # its samples, which are counted).
+    when_silent: str = "stop"
     family: str = "*"  # of tasks; *: any
     effort: str = "*"
     # Teachers of the same family and effort are a mixture: their probabilities count by these weights.

@@ -8,6 +8,7 @@ from k3train.errors import UserError
 
 _EFFORTS = ("low", "high", "max", "*")
 _HOSTS = ("layout", "zero3")
+_WHEN_SILENT = ("stop", "drop")
 _SHARED = ("tensor", "pipeline", "context", "expert")
 
 
@@ -20,13 +21,18 @@ def check_teachers(config: RecipeConfig) -> None:
                 f"{where} has {'no checkpoint and no' if teacher.url is None else 'both a checkpoint and a'} url;"
                 f" allowed: one of them; try {where}.checkpoint=runs/EXPERT"
             )
-        for name, options in (("effort", _EFFORTS), ("host", _HOSTS)):
+        for name, options in (("effort", _EFFORTS), ("host", _HOSTS), ("when_silent", _WHEN_SILENT)):
             value = getattr(teacher, name)
             if value not in options:
                 raise UserError(
                     f"{where}.{name}={value} does not exist; allowed: {', '.join(options)}; try"
-                    f" {where}.{name}={'*' if name == 'effort' else 'layout'}"
+                    f" {where}.{name}={'*' if name == 'effort' else options[0]}"
                 )
+        if teacher.url is None and teacher.when_silent != "stop":
+            raise UserError(
+                f"{where}.when_silent={teacher.when_silent} is for servers, and this teacher is a checkpoint; allowed:"
+                f" stop, or a url; try {where}.when_silent=stop"
+            )
         if not 0 < teacher.weight < float("inf"):
             raise UserError(f"{where}.weight={teacher.weight} is out of range; allowed: more than 0; try 1")
         if teacher.checkpoint is not None:

@@ -42,7 +42,8 @@ def examples(
     chosen = trainable(groups)
     flat = [(group, sample) for group, samples in chosen for sample in samples]
     advantages = [a for _, samples in chosen for a in group_advantages([s.reward for s in samples], config.baseline)]
-    weights = response_weights([sample.drawn for _, sample in flat], config.normalization)
+    lengths, uids = [sample.drawn for _, sample in flat], [group.uid for group, _ in flat]
+    weights = response_weights(lengths, config.normalization, uids)
     out = []
     for (group, sample), advantage, weight in zip(flat, advantages, weights):
         text = torch.tensor([*group.prompt, *sample.tokens])

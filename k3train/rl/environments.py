@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import importlib
-import queue
-import threading
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -32,12 +29,15 @@ class Environment:
     """Single-turn tasks, and the base of others: override `step`, and `conversation` where tools are declared.
 
     An environment keeps nothing of a sample between two calls: `turns` holds all that the model has written, so that a
-    run continues from a checkpoint. `step` is called from several threads at a time.
+    run continues from a checkpoint. `step` and `judge_group` are called from several threads at a time.
 
     Args:
         reward: of the finished sample.
         options: of the recipe, for classes of your own.
     """
+
+    # Whether `judge_group` keeps time limits of its own; else it has `timeout_seconds`, as a step has.
+    limits_judging = False
 
     def __init__(self, reward: Reward, **options: Any) -> None:
         if options:
@@ -51,6 +51,14 @@ class Environment:
     def step(self, task: Task, turns: Sequence[Completion], seed: int) -> Step:
         """The answer to the last of `turns`. `seed` belongs to the sample."""
         return Step(self.reward(task, turns, seed))
+
+    def ends(self, task: Task, turns: Sequence[Completion]) -> bool:
+        """Whether `step` will surely end the sample. Quick: it is asked before generation goes on.
+
+        Generation does not wait for such a step before the rewards are needed; of another it waits for the answer
+        (`rl.rollout.environment_lag`). A `step` of your own may always go on unless you override this too.
+        """
+        return type(self).step is Environment.step
 
     def judge_group(self, task: Task, answers: Sequence[Completion]) -> list[float] | None:
         """Rewards of the K finished samples of a prompt by comparing them, or None to keep those of `step`."""
@@ -87,9 +95,12 @@ class PythonEnvironment(Environment):
     def conversation(self, task: Task) -> Conversation:
         return replace(task.conversation, tools=[*(task.conversation.tools or []), PYTHON_TOOL])
 
+    def ends(self, task: Task, turns: Sequence[Completion]) -> bool:
+        return not turns[-1].complete or not turns[-1].calls or len(turns) >= self.max_turns
+
     def step(self, task: Task, turns: Sequence[Completion], seed: int) -> Step:
         last = turns[-1]
-        if not last.complete or not last.calls or len(turns) >= self.max_turns:
+        if self.ends(task, turns):
             return Step(self.reward(task, turns, seed))
         results = [self._run(call) for call in last.calls]
         messages = tuple(
@@ -141,40 +152,3 @@ def _own(name: str) -> type[Environment]:
     if not (isinstance(found, type) and issubclass(found, Environment)):
         raise UserError(f"rl.environments: {name} is no Environment; {allowed}")
     return found
-
-
-def call_all(calls: Sequence[Callable[[], Any]], seconds: float, workers: int = 8) -> list[Any]:
-    """The results of `calls`, run side by side; an exception, TimeoutError among them, stands in for its call's result.
-
-    Threads cannot be ended, so one that hangs is left behind; it does not keep the program from ending.
-    """
-    if not calls:
-        return []
-    results: list[Any] = [TimeoutError(f"no answer within {seconds:g} s")] * len(calls)
-    jobs: queue.Queue[int] = queue.Queue()
-    done: queue.Queue[tuple[int, Any]] = queue.Queue()
-    for number in range(len(calls)):
-        jobs.put(number)
-
-    def work() -> None:
-        while True:
-            try:
-                number = jobs.get_nowait()
-            except queue.Empty:
-                return
-            try:
-                done.put((number, calls[number]()))
-            except Exception as error:
-                done.put((number, error))
-
-    threads = min(workers, len(calls))
-    for _ in range(threads):
-        threading.Thread(target=work, name="k3train-environment", daemon=True).start()
-    deadline = time.monotonic() + seconds * -(-len(calls) // threads)
-    for _ in calls:
-        try:
-            number, result = done.get(timeout=max(0.0, deadline - time.monotonic()))
-        except queue.Empty:
-            break
-        results[number] = result
-    return results

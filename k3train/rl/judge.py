@@ -7,14 +7,17 @@ sigma times a reference length loses without being read.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import combinations
 from typing import Any
 
 from k3train.data.chat.parse import Completion
 from k3train.errors import UserError
+from k3train.rl.calls import Calls
 from k3train.rl.environments import Environment
 from k3train.rl.rewards import Reward
 from k3train.rollout.client import CompletionClient, ServerFailedError, ServerRefusedError
@@ -53,6 +56,9 @@ class Verdict:
     scorepad: tuple[tuple[str, float, float], ...] = ()
 
 
+Game = Callable[[], Verdict | None]
+
+
 @dataclass
 class Outcome:
     """Of a tournament: the share of its games that each answer won, which were vetoed, and what went wrong."""
@@ -82,8 +88,18 @@ def read_verdict(text: str, swapped: bool = False) -> Verdict | None:
     return Verdict(winner, tuple(scores))
 
 
+def in_turn(games: Sequence[Game]) -> list[Verdict | None]:
+    """One game after the other."""
+    return [game() for game in games]
+
+
 def tournament(
-    question: str, answers: Sequence[str], ask: Ask, most_length: float | None = None, both_orders: bool = True
+    question: str,
+    answers: Sequence[str],
+    ask: Ask,
+    most_length: float | None = None,
+    both_orders: bool = True,
+    play: Callable[[Sequence[Game]], Sequence[Any]] = in_turn,
 ) -> Outcome:
     """Every answer against every other; an answer's reward is the share of its games that it won, from 0 to 1.
 
@@ -94,29 +110,34 @@ def tournament(
         most_length: characters, sigma * l0; a longer answer loses every game unread. Of two that are too long neither
             wins.
         both_orders: each pair is shown in both orders, because judges favour a place; the two are two games.
+        play: gives the results of games in their order, however it plays them; a TimeoutError stands for a game that
+            took too long.
 
-    A game that fails, or whose text cannot be read, is a draw: half a win for both.
+    A game that fails, or whose text cannot be read, is a draw: half a win for both. Rewards follow from the results
+    alone, not from the order in which they come.
     """
     too_long = [most_length is not None and len(answer) > most_length for answer in answers]
-    won, games = [0.0] * len(answers), [0] * len(answers)
-    outcome = Outcome([], too_long)
-    for i, j in combinations(range(len(answers)), 2):
-        for swapped in (False, True) if both_orders else (False,):
-            games[i] += 1
-            games[j] += 1
-            if too_long[i] or too_long[j]:
-                won[i] += not too_long[i]
-                won[j] += not too_long[j]
-                continue
-            verdict = _play(question, answers[i], answers[j], ask, swapped)
-            if verdict is None:
-                outcome.failures += 1
-                won[i] += 0.5
-                won[j] += 0.5
-            else:
-                outcome.verdicts.append((i, j, verdict))
-                won[(i, j)[verdict.winner]] += 1
-    outcome.rewards = [w / g if g else 0.0 for w, g in zip(won, games)]
+    orders = (False, True) if both_orders else (False,)
+    pairs = [(i, j, swapped) for i, j in combinations(range(len(answers)), 2) for swapped in orders]
+    read = [(i, j, swapped) for i, j, swapped in pairs if not (too_long[i] or too_long[j])]
+    results = play([partial(_play, question, answers[i], answers[j], ask, swapped) for i, j, swapped in read])
+    won, outcome = [0.0] * len(answers), Outcome([], too_long)
+    for i, j, _ in pairs:
+        if too_long[i] or too_long[j]:
+            won[i] += not too_long[i]
+            won[j] += not too_long[j]
+    for (i, j, _), verdict in zip(read, results, strict=True):
+        if isinstance(verdict, Exception) and not isinstance(verdict, TimeoutError):
+            raise verdict
+        if isinstance(verdict, Verdict):
+            outcome.verdicts.append((i, j, verdict))
+            won[(i, j)[verdict.winner]] += 1
+        else:
+            outcome.failures += 1
+            won[i] += 0.5
+            won[j] += 0.5
+    games = (len(answers) - 1) * len(orders)  # of each answer
+    outcome.rewards = [w / games if games else 0.0 for w in won]
     return outcome
 
 
@@ -124,7 +145,7 @@ def _play(question: str, first: str, second: str, ask: Ask, swapped: bool) -> Ve
     a, b = (second, first) if swapped else (first, second)
     try:
         return read_verdict(ask(_PROMPT.format(question=question, a=a, b=b)), swapped)
-    except (ServerFailedError, ServerRefusedError, OSError, KeyError):
+    except (ServerFailedError, ServerRefusedError, OSError, LookupError, TypeError):
         return None
 
 
@@ -132,9 +153,12 @@ class JudgedEnvironment(Environment):
     """Open questions: the K answers to a prompt meet in a tournament before a judge behind a completion server.
 
     Options: `url` and `model` of the judge's server; `max_tokens` (1024), `temperature` (0); `sigma` (0: no length
-    veto), times the length of the task's reference answer; `both_orders` (true). An answer that breaks the chat format
-    is worth 0 and does not play.
+    veto), times the length of the task's reference answer; `both_orders` (true); `concurrency` (8), games at a time
+    over all groups; `timeout_seconds` (60) of each game. An answer that breaks the chat format is worth 0 and does not
+    play.
     """
+
+    limits_judging = True  # game by game: how long a tournament takes depends on the number of answers
 
     def __init__(
         self,
@@ -146,13 +170,20 @@ class JudgedEnvironment(Environment):
         sigma: float = 0.0,
         both_orders: bool = True,
         timeout_seconds: float = 60.0,
+        concurrency: int = 8,
     ) -> None:
         super().__init__(reward)
         if not url:
             raise UserError("rl.environments: judge needs options.url, the address of the judge's server")
         if sigma < 0 or max_tokens < 1:
             raise UserError(f"rl.environments: judge has sigma={sigma}, max_tokens={max_tokens}; at least 0 and 1")
+        if concurrency < 1 or not 0 < timeout_seconds < math.inf:
+            raise UserError(
+                f"rl.environments: judge has concurrency={concurrency}, timeout_seconds={timeout_seconds}; at least 1,"
+                " and more than 0"
+            )
         self._client = CompletionClient(url, model, timeout_seconds)
+        self._calls, self._seconds = Calls(concurrency), timeout_seconds
         self._sampling = SamplingConfig(max_tokens, temperature)
         self._sigma, self._both = sigma, both_orders
 
@@ -167,13 +198,16 @@ class JudgedEnvironment(Environment):
             return [float(i in playing) for i in range(len(answers))]
         most = self._sigma * len(task.answer) if self._sigma else None
         texts = [answers[i].response for i in playing]
-        outcome = tournament(question_of(task), texts, self._ask, most, self._both)
+        outcome = tournament(question_of(task), texts, self._ask, most, self._both, self._play)
         if outcome.failures and not outcome.verdicts:
             raise TimeoutError(f"the judge gave no verdict in {outcome.failures} games")
         rewards: list[Any] = [0.0] * len(answers)
         for i, reward in zip(playing, outcome.rewards):
             rewards[i] = reward
         return rewards
+
+    def _play(self, games: Sequence[Game]) -> list[Any]:
+        return self._calls.run(games, self._seconds)
 
     def _ask(self, prompt: str) -> str:
         return self._client.complete(prompt, self._sampling)

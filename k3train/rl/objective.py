@@ -7,6 +7,7 @@ be minimised, so they are the negative of what the papers maximise. Sources: K2.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -43,17 +44,30 @@ def group_advantages(rewards: Sequence[float], baseline: str) -> list[float]:
     raise ValueError(f"baseline {baseline!r} is none of group_mean, group_norm, leave_one_out, none")
 
 
-def response_weights(lengths: Sequence[int], normalization: str) -> list[float]:
+def response_weights(lengths: Sequence[int], normalization: str, groups: Sequence[int] = ()) -> list[float]:
     """What every token of each response weighs when the batch's sum is divided by its number of tokens.
 
-    `token`: 1. `sequence`: N / (J * length), so that each of the J responses counts the same (N tokens in all).
+    Args:
+        lengths: tokens of each response, N in all.
+        normalization: `token`: 1. `group`: N / (G * tokens of the response's group), so that each of the G groups
+            counts the same and within it each token (K2.5's Eq. 1 as printed: its N is one prompt's K responses').
+            `sequence`: N / (J * length), so that each of the J responses counts the same.
+        groups: which group each response belongs to, for `group`.
+
+    Raises:
+        ValueError: another normalization, or `group` without the group of each response.
     """
+    total = sum(lengths)
     if normalization == "token":
         return [1.0] * len(lengths)
+    if normalization == "group":
+        tokens: Counter[int] = Counter()
+        for group, length in zip(groups, lengths, strict=True):
+            tokens[group] += length
+        return [total / (len(tokens) * tokens[group]) if tokens[group] else 0.0 for group in groups]
     if normalization == "sequence":
-        total, responses = sum(lengths), len(lengths)
-        return [total / (responses * length) if length else 0.0 for length in lengths]
-    raise ValueError(f"normalization {normalization!r} is none of token, sequence")
+        return [total / (len(lengths) * length) if length else 0.0 for length in lengths]
+    raise ValueError(f"normalization {normalization!r} is none of token, group, sequence")
 
 
 def distillation_advantages(teacher_logprob: torch.Tensor, logprob: torch.Tensor, clip: float) -> torch.Tensor:

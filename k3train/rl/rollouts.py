@@ -20,14 +20,14 @@ from k3train.config.rl import RLConfig
 from k3train.data.chat.messages import Conversation
 from k3train.data.chat.parse import Completion
 from k3train.errors import UserError
+from k3train.rl.calls import Calls
 from k3train.rl.chat import ChatFormat
-from k3train.rl.environments import Environment, Step, call_all
+from k3train.rl.environments import Environment, Step
 from k3train.rl.sources import Source
+from k3train.rl.steps import Agree, Answer, Message, Question, Steps
 from k3train.rl.trajectory import Group, Trajectory
 from k3train.rollout.engine import Engine, Piece, Work
 from k3train.rollout.sampling import SamplingConfig
-
-Agree = Callable[[Callable[[], Any]], Any]
 
 
 @functools.lru_cache(maxsize=32)
@@ -62,13 +62,17 @@ class Rollouts:
     ) -> None:
         self.config, self.sources, self.chat, self.seed = config, sources, chat, seed
         self.max_context, self._agree, self._budget = max_context, agree, budget
-        # Told of a group when its last sample ends, while others go on. Rewards may still change.
+        # Told of a group when its last sample ends, while others go on. Rewards may still be missing, or change.
         self.on_done: Callable[[Group], None] = lambda group: None
         self.groups: list[Group] = []  # begun and not trained on yet, oldest first
         self._next_uid = 0
         self._positions = [0] * len(sources)  # tasks taken from each source
         self.totals: Counter[str] = Counter()
         self._step: Counter[str] = Counter()
+        self._calls = Calls(config.rollout.environment_workers)
+        lag = config.rollout.environment_lag if config.rollout.engine == "local" else None
+        self._steps = Steps(self._calls, agree, lag)
+        self._told: set[int] = set()  # groups that `on_done` knows of
         rollout = config.rollout
         self._sampling = SamplingConfig(
             temperature=rollout.temperature, top_p=rollout.top_p, top_k=rollout.top_k, seed=seed
@@ -95,17 +99,21 @@ class Rollouts:
         target = math.ceil(self.config.rollout.finish_fraction * len(waiting))
         index = {(g.uid, j): (g, g.samples[j]) for g, j in waiting}
         engine.submit([self._work(g, j) for g, j in waiting])
-        while pieces := engine.poll():
-            more = self._take(engine, index, pieces)
+        self._steps.begin()
+        self._told.clear()
+        while True:
+            pieces = engine.poll()
+            self._take(engine, index, pieces)
+            more = self._go_on(engine, self._steps.take(idle=not pieces))
             if more:
                 engine.submit(more)
-            if self._enough(target, version):
+            if self._enough(target, version) or not (pieces or more or len(self._steps)):
                 break
         self._take(engine, index, engine.pause())
+        self._go_on(engine, self._steps.take_all())
         ready = [g for g in self.groups if g.done]
         self.groups = [g for g in self.groups if not g.done]
-        for group in ready:
-            self._judge(group)
+        self._judge(ready)
         self._count(engine, before, time.perf_counter() - started)
         return ready
 
@@ -176,8 +184,8 @@ class Rollouts:
         context = (*group.prompt, *sample.tokens)
         return Work((group.uid, number), context, sampling, self.chat.stop, sample.drawn)
 
-    def _take(self, engine: Engine, index: dict, pieces: Sequence[Piece]) -> list[Work]:
-        """Add what came; returns the work of samples that have a further turn."""
+    def _take(self, engine: Engine, index: dict, pieces: Sequence[Piece]) -> None:
+        """Add what came, and ask environments about the messages that ended."""
         ended = []
         for piece in pieces:
             group, sample = index[piece.key]
@@ -190,44 +198,52 @@ class Rollouts:
                 engine.release(piece.key)
             elif piece.finish is not None:
                 sample.end_turn()
-                ended.append((piece, group, sample))
-        if not ended:
-            return []
-        outcomes = self._agree(lambda: self._outcomes([(piece.key[1], g, s) for piece, g, s in ended]))
-        more = []
-        for (piece, group, sample), outcome in zip(ended, outcomes):
-            self._apply(group, sample, outcome, piece.finish)
-            if sample.finish is None:
-                more.append(self._work(group, piece.key[1]))
-            else:
-                engine.release(piece.key)
-                if group.done:
-                    self.on_done(group)
-        return more
+                ended.append(Message(group, piece.key[1], piece.finish))
+        self._steps.ask(ended, self._question)
+        self._let_go(engine, ended)
 
-    def _outcomes(self, ended: Sequence[tuple[int, Group, Trajectory]]) -> list[Step | str]:
-        """What the environments make of the messages that ended; a sentence where one fails."""
-        calls = []
-        for number, group, sample in ended:
-            source = self.sources[group.environment]
-            turns, seed = self.completions(group, sample), self._seed_of(group, number)
-            calls.append(functools.partial(source.environment.step, source.tasks[group.task], turns, seed))
-        seconds = max(self.sources[group.environment].seconds for _, group, _ in ended)
-        results = call_all(calls, seconds)
-        return [r if isinstance(r, Step) else f"{type(r).__name__}: {r}" for r in results]
+    def _go_on(self, engine: Engine, answers: Sequence[Answer]) -> list[Work]:
+        """Add what environments said; returns the work of samples that have a further turn."""
+        for message, outcome in answers:
+            self._apply(message, outcome)
+        self._let_go(engine, [message for message, _ in answers if not message.last])
+        return [self._work(m.group, m.number) for m, _ in answers if m.sample.finish is None]
+
+    def _let_go(self, engine: Engine, messages: Sequence[Message]) -> None:
+        """Free the states of the samples of these that are over, and tell of groups that are."""
+        for message in messages:
+            if self._over(message.group, message.number):
+                engine.release(message.key)
+        for group in {m.group.uid: m.group for m in messages}.values():
+            if group.uid not in self._told and self._all_over(group):
+                self._told.add(group.uid)
+                self.on_done(group)
+
+    def _question(self, message: Message) -> Question:
+        """What the environment is asked about a message. An exception of `ends` is one of the step."""
+        group = message.group
+        source, turns = self.sources[group.environment], self.completions(group, message.sample)
+        task, seed = source.tasks[group.task], self._seed_of(group, message.number)
+        try:
+            # Without room nothing can follow, whatever the environment says.
+            last = message.finish == "length" or bool(source.environment.ends(task, turns))
+        except Exception as error:
+            return Question(functools.partial(_raise, error), source.seconds, last=True)
+        return Question(functools.partial(source.environment.step, task, turns, seed), source.seconds, last)
 
     def _seed_of(self, group: Group, number: int) -> int:
         digest = hashlib.sha256(f"{self.seed} {group.uid} {number}".encode()).digest()
         return int.from_bytes(digest[:6], "little")
 
-    def _apply(self, group: Group, sample: Trajectory, outcome: Step | str, finish: str) -> None:
+    def _apply(self, message: Message, outcome: Step | str) -> None:
+        group, sample = message.group, message.sample
         if isinstance(outcome, str):
             self._fail(sample, outcome, "environment_timeout" if outcome.startswith("Timeout") else "environment")
             return
         for name, value in outcome.info.items():
             sample.info[name] = sample.info.get(name, 0.0) + value
         if outcome.reward is not None:
-            sample.finish, sample.reward = finish, float(outcome.reward)
+            sample.finish, sample.reward = message.finish, float(outcome.reward)
             self._hold_to_budget(group, sample)
             return
         thinking = self.sources[group.environment].tasks[group.task].conversation.thinking
@@ -237,6 +253,8 @@ class Rollouts:
             del sample.tokens[sample.turns[-1][1] :], sample.logprobs[sample.turns[-1][1] :]
             del sample.versions[sample.turns[-1][1] :]
             sample.finish, sample.reward = "length", 0.0
+        elif message.last:
+            self._fail(sample, "step went on after a message of which ends said that it is the last", "environment")
 
     def _hold_to_budget(self, group: Group, sample: Trajectory) -> None:
         effort = self.config.effort
@@ -255,31 +273,50 @@ class Rollouts:
         self.totals[f"{kind}_failures"] += 1
         self._step["failed"] += 1
 
-    def _judge(self, group: Group) -> None:
-        """Let the environment compare the samples of a group, where it does."""
-        source = self.sources[group.environment]
-        whole = [s for s in group.samples if s.finish != "failed"]
-        if not whole or type(source.environment).judge_group is Environment.judge_group:
+    def _judge(self, groups: Sequence[Group]) -> None:
+        """Let environments compare the samples of groups, where they do; all groups side by side."""
+        asked = []
+        for group in groups:
+            whole = [s for s in group.samples if s.finish != "failed"]
+            kind = type(self.sources[group.environment].environment)
+            if whole and kind.judge_group is not Environment.judge_group:
+                asked.append((group, whole))
+        if not asked:
             return
-        answers = [self.completions(group, s)[-1] for s in whole]
-        task = source.tasks[group.task]
-        judged = self._agree(
-            lambda: call_all([lambda: source.environment.judge_group(task, answers)], source.seconds)[0]
-        )
-        if isinstance(judged, Exception):
-            for sample in whole:
-                self._fail(sample, f"{type(judged).__name__}: {judged}", "judge")
-        elif judged is not None:
-            for sample, reward in zip(whole, judged, strict=True):
-                if not sample.over_budget:
-                    sample.reward = float(reward)
+        for (_, whole), judged in zip(asked, self._agree(lambda: self._verdicts(asked))):
+            if isinstance(judged, str):
+                for sample in whole:
+                    self._fail(sample, judged, "judge")
+            elif judged is not None:
+                for sample, reward in zip(whole, judged, strict=True):
+                    if not sample.over_budget:
+                        sample.reward = float(reward)
+
+    def _verdicts(self, asked: Sequence[tuple[Group, list[Trajectory]]]) -> list[list[float] | str | None]:
+        """Of each group its rewards; a sentence where judging fails."""
+        calls = []
+        for group, whole in asked:
+            source = self.sources[group.environment]
+            answers = [self.completions(group, s)[-1] for s in whole]
+            call = functools.partial(source.environment.judge_group, source.tasks[group.task], answers)
+            limit = math.inf if source.environment.limits_judging else source.seconds
+            calls.append(self._calls.start(call, limit))
+        return [f"{type(r).__name__}: {r}" if isinstance(r, Exception) else r for r in self._calls.wait(calls)]
 
     def _enough(self, target: int, version: int) -> bool:
-        done = self._step["in_flight"] - sum(s.finish is None for g in self.groups for s in g.samples)
-        if done < target or not any(g.done for g in self.groups):
+        """Whether generation may pause. What is over counts, with its reward or without."""
+        going = sum(not self._over(g, j) for g in self.groups for j in range(len(g.samples)))
+        if self._step["in_flight"] - going < target or not any(map(self._all_over, self.groups)):
             return False
         last = version + 1 - self.config.rollout.max_staleness
-        return all(g.done or (version if g.oldest is None else g.oldest) >= last for g in self.groups)
+        return all(self._all_over(g) or (version if g.oldest is None else g.oldest) >= last for g in self.groups)
+
+    def _over(self, group: Group, number: int) -> bool:
+        """Whether nothing more is drawn of a sample; its reward may be on its way."""
+        return group.samples[number].finish is not None or (group.uid, number) in self._steps.over
+
+    def _all_over(self, group: Group) -> bool:
+        return all(self._over(group, number) for number in range(len(group.samples)))
 
     def _count(self, engine: Engine, before: dict[str, float], seconds: float) -> None:
         for name, value in engine.counters().items():
@@ -288,3 +325,7 @@ class Rollouts:
         self._step["waiting_groups"] = len(self.groups)
         self._step["rollout_seconds"] = seconds
         self._step["rollout_tokens_per_second"] = self._step["generated_tokens"] / max(seconds, 1e-9)
+
+
+def _raise(error: Exception) -> None:
+    raise error

@@ -1,14 +1,12 @@
-"""Where teachers lie: in the trainer's layout by turns, shared out by ZeRO-3, or behind a completion server.
+"""Where teachers lie: in the trainer's layout by turns, or shared out by ZeRO-3; `teacher_server.py` has servers.
 
 Nine teachers never have to be in memory together. Every rank calls every host alike and gets the same numbers.
 """
 
 from __future__ import annotations
 
-import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -19,26 +17,23 @@ from megatron.core import parallel_state
 
 from k3train.config.deepspeed import DeepSpeedConfig
 from k3train.config.implementation import read_here
-from k3train.config.rl import RolloutConfig, TeacherConfig
+from k3train.config.rl import TeacherConfig
 from k3train.config.rules_parallel import check_parallel
 from k3train.config.schema import RecipeConfig
 from k3train.data.tokenizer import Tokenizer
 from k3train.distill.teacher import check_tokens
 from k3train.engine.weights import fill
-from k3train.errors import UserError
 from k3train.model.build import build_chunks
 from k3train.model.model import K3Model
 from k3train.parallel.first_rank import from_first_rank
 from k3train.platform import Platform
-from k3train.rollout.client import CompletionClient, ServerFailedError, ServerRefusedError
+from k3train.rl.teacher_server import ServerHost
 from k3train.rollout.restore import recipe_of
 from k3train.rollout.scoring import token_logprobs
 
 Key = tuple[int, int]  # group, sample
 Row = list[int]  # tokens
 Scores = dict[Key, list[float]]  # of the tokens 1.. of each row
-
-ROWS_A_REQUEST = 16
 
 
 class Host(Protocol):
@@ -52,7 +47,7 @@ class Host(Protocol):
         ...
 
     def scores(self, rows: Mapping[Key, Row]) -> Scores:
-        """Of each row, one number less than tokens, nats."""
+        """Of each row, one number less than tokens, nats. Rows may be missing of a server that is given up."""
         ...
 
 
@@ -143,67 +138,6 @@ def _joined(mine: Scores, group: dist.ProcessGroup) -> Scores:
     return {key: scores for part in parts for key, scores in part.items()}
 
 
-class ServerHost:
-    """A teacher behind a completion server that scores prompts (`echo`, `max_tokens: 0`), which rank 0 asks for all.
-
-    A group is sent as soon as its samples are done, so that the server works while the student still generates.
-    """
-
-    is_ready = is_remote = True
-
-    def __init__(self, teacher: TeacherConfig, settings: RolloutConfig) -> None:
-        self._settings = settings
-        self._asked: dict[Key, Future] = {}
-        self._threads: ThreadPoolExecutor | None = None
-
-        def start() -> None:
-            self._client = CompletionClient(teacher.url, teacher.model, settings.timeout_seconds)
-            self._retry(self._client.connect)
-            self._threads = ThreadPoolExecutor(settings.concurrency, thread_name_prefix="k3train-teacher")
-
-        from_first_rank(start)
-
-    def begin(self, rows: Mapping[Key, Row]) -> None:
-        if self._threads is None:
-            return
-        keys = [key for key in rows if key not in self._asked]
-        for start in range(0, len(keys), ROWS_A_REQUEST):
-            part = keys[start : start + ROWS_A_REQUEST]
-            answer = self._threads.submit(self._ask, {key: rows[key] for key in part})
-            self._asked.update(dict.fromkeys(part, answer))
-
-    def scores(self, rows: Mapping[Key, Row]) -> Scores:
-        def collect() -> Scores:
-            self.begin(rows)
-            return {key: self._asked.pop(key).result()[key] for key in rows}
-
-        return from_first_rank(collect)
-
-    def _ask(self, rows: dict[Key, Row]) -> Scores:
-        def ask() -> Scores:
-            found = dict(zip(rows, self._client.score(list(rows.values())), strict=True))
-            for key, scores in found.items():
-                if len(scores) != len(rows[key]) - 1 or None in scores:
-                    raise ServerFailedError(f"{len(rows[key])} tokens were sent and {len(scores)} scores came back")
-            return found
-
-        return self._retry(ask)
-
-    def _retry(self, action: Callable[[], Any]) -> Any:
-        for attempt in range(self._settings.retries + 1):
-            try:
-                return action()
-            except ServerRefusedError as error:
-                raise UserError(f"The teacher's server refuses: {error}") from error
-            except (ServerFailedError, ValueError, KeyError) as error:
-                if attempt == self._settings.retries:
-                    raise UserError(
-                        f"The teacher's server does not answer: {error}; start it, or correct its url in rl.teachers"
-                    ) from error
-                time.sleep(0.5 * 2**attempt)
-        return None
-
-
 def make_hosts(config: RecipeConfig, tokenizer: Tokenizer, here: Platform, shelf: Shelf) -> list[Host]:
     """One host for each of `rl.teachers`; those of one checkpoint share its weights.
 
@@ -214,7 +148,7 @@ def make_hosts(config: RecipeConfig, tokenizer: Tokenizer, here: Platform, shelf
     frozen: dict[tuple[Path, bool], FrozenHost] = {}
     for number, teacher in enumerate(config.rl.teachers):
         if teacher.url is not None:
-            hosts.append(ServerHost(teacher, config.rl.rollout))
+            hosts.append(ServerHost(teacher, number, config.rl.rollout))
             continue
         path, recipe = from_first_rank(lambda teacher=teacher: recipe_of(teacher.checkpoint))
         where = f"rl.teachers.{number}.checkpoint={teacher.checkpoint}"

@@ -60,7 +60,7 @@ class Teachers:
                 teachers_for(self._teachers, task)
         self._shelf = Shelf(config.rl.teachers_in_memory)
         self._hosts: list[Host] = make_hosts(config, rollouts.chat.tokenizer, here, self._shelf)
-        self._seconds, self._tokens = 0.0, 0
+        self._seconds, self._tokens, self._dropped = 0.0, 0, 0
 
     def begin(self, group: Group) -> None:
         """Have servers score a group whose samples are done while others are still generated."""
@@ -69,28 +69,41 @@ class Teachers:
                 self._hosts[number].begin(rows)
 
     def scores(self, groups: Sequence[Group]) -> dict[tuple[int, int], list[float]]:
-        """Log-probabilities of all tokens behind the prompts, by (group, sample)."""
+        """Log-probabilities of all tokens behind the prompts, by (group, sample).
+
+        A sample that one of its teachers does not score, because its server is silent and may be, becomes a failed one.
+        """
         started = time.perf_counter()
         rows = self._rows(groups)
         found: dict[int, dict[Key, list[float]]] = {}
         # Those that are in memory first: they would be put away for the others.
         for number in sorted(rows, key=lambda n: not self._hosts[n].is_ready):
             found[number] = self._hosts[number].scores(rows[number])
-        out = {}
+        out, self._dropped = {}, 0
         for group in groups:
             numbers = self._numbers(group)
             weights = [self._teachers[n].weight for n in numbers]
             for j, sample in enumerate(group.samples):
-                if sample.drawn:
-                    key, count = (group.uid, j), len(sample.tokens)
+                key, count = (group.uid, j), len(sample.tokens)
+                if sample.drawn and any(key not in found[n] for n in numbers):
+                    sample.finish, sample.reward, sample.error = "failed", None, "its teacher's server is silent"
+                    self._dropped += 1
+                elif sample.drawn:
                     out[key] = mixed([found[n][key][-count:] for n in numbers], weights)
         self._tokens = sum(map(len, out.values()))
         self._seconds = time.perf_counter() - started
         return out
 
     def metrics(self) -> dict[str, float]:
-        """Of the last `scores`: what it took beside generation; and how often weights were read since the start."""
-        return {"teacher_seconds": self._seconds, "teacher_tokens": self._tokens, "teacher_loads": self._shelf.loads}
+        """Of the last `scores`: what it took beside generation, and samples that were dropped; since the start: how
+        often weights were read, and requests to servers that failed."""
+        return {
+            "teacher_seconds": self._seconds,
+            "teacher_tokens": self._tokens,
+            "teacher_dropped": self._dropped,
+            "teacher_loads": self._shelf.loads,
+            "teacher_failures": sum(host.failures for host in self._hosts if host.is_remote),
+        }
 
     def _numbers(self, group: Group) -> list[int]:
         return teachers_for(self._teachers, self._rollouts.sources[group.environment].tasks[group.task])

@@ -61,6 +61,7 @@ class RLStage:
         self._teachers: Teachers | None = None
         self._groups: list[Group] = []  # that the last step's rollouts gave
         self._learned: list[Group] = []  # those of them that it trained on
+        self._scores: dict[tuple[int, int], list[float]] | None = None  # teachers', of all of them
         self._version = 0
         self._rows = 0
 
@@ -109,6 +110,7 @@ class RLStage:
         self._refresh(version)
         for _ in range(MOST_EMPTY):
             groups = self.rollouts.collect(self.engine, version)
+            self._scores = None if self._teachers is None else self._teachers.scores(groups)
             if trainable(groups):
                 return groups
         raise UserError(
@@ -126,8 +128,7 @@ class RLStage:
     def _batches(self, groups: list[Group], version: int) -> list[Batch]:
         config = self.config
         groups = self._learned = with_signal(groups, self.rl.objective)
-        teacher = None if self._teachers is None else self._teachers.scores(groups)
-        made = examples(groups, self.rl.objective, version, teacher)
+        made = examples(groups, self.rl.objective, version, self._scores)
         rank, ranks = parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
         micro = config.train.micro_batch_size
         batch = pack(made, config.train.seq_length, micro * ranks, self.tokenizer.pad)

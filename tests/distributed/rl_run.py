@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import random
+import time
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,16 @@ class Letters(Environment):
         text = turns[-1].thinking + turns[-1].response
         share = sum(c.isascii() and c.isalpha() for c in text) / max(1, len(text))
         return Step(share)
+
+
+class Answers(Environment):
+    """Answers twice, each time after a while that differs from call to call; worth the number of messages."""
+
+    def step(self, task: Any, turns: Any, seed: int) -> Step:
+        time.sleep(random.SystemRandom().random() * 0.02)
+        if len(turns) < 3:
+            return Step(None, ({"role": "user", "content": "mol"},), {"answers": 1})
+        return Step(float(len(turns)))
 
 
 def make_tasks(folder: Path) -> Path:

@@ -12,6 +12,7 @@ import pytest
 import torch
 from rl_run import gain_of_a_step, make_tasks, rl_recipe, train_rl
 from small_run import lines
+from teacher_stub import TeacherStub
 
 CLOCKS = ("rollout_seconds", "rollout_tokens_per_second")
 # Fewer rows than samples in flight: an untrained model ends hardly any text early, so that all would finish together.
@@ -107,6 +108,36 @@ def test_an_interrupted_run_continues_bit_for_bit(
     assert all(torch.equal(resumed[name], parameters[name]) for name in parameters)
 
 
+def test_a_run_with_a_slow_environment_continues_bit_for_bit(pool: Any, tasks: Path, tmp_path: Path) -> None:
+    """Samples of several turns, whose environment takes other times in every run; and the same on two ranks."""
+    source = {"name": "rl_run:Answers", "tasks": str(tasks / "tasks.jsonl")}
+    rollout = {"prompts": 4, "samples": 4, "max_new_tokens": 90, "max_rows": 5, "finish_fraction": 0.3}
+    changes = {
+        "rl__environments": [source],
+        "rl__rollout": {**rollout, "environment_lag": 3},
+        "rl__eval_tasks": None,
+        "train__seq_length": 160,
+        "train__global_batch_size": 16,
+        "train__steps": 3,
+    }
+    ((code, parameters),) = pool.run(train_rl, 1, rl_recipe(tasks, tmp_path / "whole", **changes))
+    assert code == 0, code
+    expected = steps(tmp_path / "whole")
+    assert max(line["turns"] for line in expected) > 1
+    assert sum(line["rollout"]["resumed"] for line in expected) > 0
+    recipe = rl_recipe(tasks, tmp_path / "stopped", **changes)
+    assert pool.run(train_rl, 1, recipe, 2)[0][0] == 128 + 15
+    ((code, resumed),) = pool.run(train_rl, 1, recipe)
+    assert code == 0, code
+    assert steps(tmp_path / "stopped") == expected
+    assert all(torch.equal(resumed[name], parameters[name]) for name in parameters)
+    results = pool.run(train_rl, 2, rl_recipe(tasks, tmp_path / "dp2", **changes))
+    assert [code for code, _ in results] == [0, 0], results
+    for ours, one_rank in zip(steps(tmp_path / "dp2"), expected, strict=True):
+        assert (ours["trained_tokens"], ours["reward"]) == (one_rank["trained_tokens"], one_rank["reward"])
+        assert ours["loss"] == pytest.approx(one_rank["loss"], rel=1e-4, abs=1e-6)
+
+
 def test_a_missing_state_is_named(pool: Any, tasks: Path, tmp_path: Path) -> None:
     recipe = rl_recipe(tasks, tmp_path, **PARTIAL)
     assert pool.run(train_rl, 1, recipe, 1)[0][0] == 128 + 15
@@ -138,6 +169,40 @@ def test_distillation_from_teachers(pool: Any, tasks: Path, clean: tuple[Path, d
         assert (steps(run_dir)[0]["advantage_abs"] > 1e-2) is signal
     ((message, _),) = pool.run(train_rl, 1, rl_recipe(tasks, tmp_path / "x", **common, rl__teachers=teachers[:1]))
     assert "rl.teachers has none for family=user" in message
+
+
+def test_a_teacher_that_goes_silent(pool: Any, tasks: Path, tmp_path: Path) -> None:
+    """One of two teachers answers nothing but its first requests: the run ends with a sentence, or trains on the other
+    one's samples, on both ranks alike."""
+    good, silent = TeacherStub("well"), TeacherStub("silent")
+    try:
+        for when, ranks in (("stop", 1), ("drop", 2)):
+            teachers = [
+                {"url": good.url, "family": "say"},
+                {"url": silent.url, "family": "user", "when_silent": when},
+            ]
+            recipe = rl_recipe(
+                tasks,
+                tmp_path / when,
+                rl__objective={"signal": "mopd"},
+                rl__teachers=teachers,
+                rl__eval_tasks=None,
+                train__steps=2,
+                train__eval_interval=0,
+            )
+            recipe["rl"]["rollout"] |= {"retries": 1, "timeout_seconds": 1.0}
+            results = pool.run(train_rl, ranks, recipe)
+            if when == "stop":
+                assert f"(rl.teachers.1.url={silent.url}) does not answer, asked 2 times" in results[0][0]
+                continue
+            assert [code for code, _ in results] == [0, 0], results
+            found = steps(tmp_path / when)
+            assert sum(line["teacher_dropped"] for line in found) > 0
+            assert found[-1]["teacher_failures"] >= 2
+            assert all(line["grad_norm"] > 0 and line["trained_tokens"] > 0 for line in found)
+    finally:
+        good.close()
+        silent.close()
 
 
 def test_experts_of_the_rollout_are_replayed(pool: Any, tasks: Path, tmp_path: Path) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import http.server
 import json
 import threading
-import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -15,7 +14,7 @@ from k3train.config.rl import EnvironmentConfig
 from k3train.data.chat.messages import ToolCall, conversation_of
 from k3train.data.chat.parse import Completion
 from k3train.errors import UserError
-from k3train.rl.environments import Environment, PythonEnvironment, Step, call_all, make_environment
+from k3train.rl.environments import Environment, PythonEnvironment, Step, make_environment
 from k3train.rl.judge import JudgedEnvironment, read_verdict, tournament
 from k3train.rl.rewards import REWARDS, weighted
 from k3train.rollout.tasks import Task
@@ -105,24 +104,6 @@ def test_a_class_of_ones_own() -> None:
     ):
         with pytest.raises(UserError, match=words):
             make_environment(wrong)
-
-
-def test_calls_side_by_side() -> None:
-    """Results in order; an exception and a hang stand for their own call only."""
-
-    def hang() -> None:
-        time.sleep(20)
-
-    def fail() -> None:
-        raise ValueError("no")
-
-    started = time.monotonic()
-    results = call_all([lambda: 1, fail, hang, lambda: 4], 1.0)
-    assert (results[0], results[3]) == (1, 4)
-    assert isinstance(results[1], ValueError)
-    assert isinstance(results[2], TimeoutError)
-    assert time.monotonic() - started < 15
-    assert call_all([], 1.0) == []
 
 
 GOOD = "accuracy\nclarity\naccuracy | A: 7 | B: 4\nclarity | A: 2 | B: 3.5\nVERDICT: A"

@@ -49,6 +49,26 @@ def test_response_weights() -> None:
     assert total / 4 == pytest.approx((5.0 + 2.0) / 2)
 
 
+def test_weights_by_group() -> None:
+    """Groups of 1 + 3 and of 2 tokens: 6 / (2 * 4) and 6 / (2 * 2); the mean of both groups' means over tokens, which
+    is neither the batch's mean over tokens, nor the mean over responses."""
+    lengths, groups = [1, 3, 2], [7, 7, 9]
+    weights = response_weights(lengths, "group", groups)
+    assert weights == pytest.approx([0.75, 0.75, 1.5])
+    values = [[5.0], [1.0, 2.0, 3.0], [4.0, 8.0]]
+    means = {
+        name: sum(w * sum(v) for w, v in zip(response_weights(lengths, name, groups), values)) / 6
+        for name in ("token", "group", "sequence")
+    }
+    assert means["group"] == pytest.approx((11 / 4 + 12 / 2) / 2)
+    assert means["token"] == pytest.approx(23 / 6)
+    assert means["sequence"] == pytest.approx((5 + 2 + 6) / 3)
+    with pytest.raises(ValueError, match="longer"):
+        response_weights(lengths, "group")
+    with pytest.raises(ValueError, match="none of token, group, sequence"):
+        response_weights(lengths, "batch")
+
+
 def test_k25_by_hand() -> None:
     """Ratios 1, 3, 3, 1/4, 1.5 in the interval [0.5, 2]: the value, the mask, and the gradient of each token.
 
@@ -109,7 +129,9 @@ def batch_loss(logits: torch.Tensor, behaviour: torch.Tensor, case: dict) -> tor
     return (terms.loss * case["weight"]).sum() / len(logits)
 
 
-@pytest.mark.parametrize("config", [K25, replace(K25, normalization="sequence"), GRPO, RLOO], ids=str)
+@pytest.mark.parametrize(
+    "config", [K25, replace(K25, normalization="group"), replace(K25, normalization="sequence"), GRPO, RLOO], ids=str
+)
 @pytest.mark.parametrize("drift", [0.0, 0.7])
 def test_gradients_equal_finite_differences(config: ObjectiveConfig, drift: float) -> None:
     """On policy (the sampler's logits are the trainer's) and off it, with tokens on both sides of the interval."""
@@ -121,7 +143,7 @@ def test_gradients_equal_finite_differences(config: ObjectiveConfig, drift: floa
     tokens = torch.multinomial(sampler.softmax(-1), 1, generator=generator)[:, 0]
     behaviour = torch.log_softmax(sampler, -1).gather(1, tokens[:, None])[:, 0]
     advantages = group_advantages([1.0, 0.0, 0.5], config.baseline) + group_advantages([0.0, 0.0, 1.0], config.baseline)
-    weights = response_weights(lengths, config.normalization)
+    weights = response_weights(lengths, config.normalization, [0, 0, 0, 1, 1, 1])
     case = {
         "config": config,
         "tokens": tokens,

@@ -321,6 +321,10 @@ def test_packed_rows() -> None:
     assert batch["weight"][1, 1] == 2.0
     assert batch["document_ids"].tolist() == [[0, 0, 0, 0, 0, 1], [0, 0, 1, 1, 1, 1]]
     assert batch["padding"][1].tolist() == [False, False, True, True, True, True]
+    other = Group(2, 0, 0, [5], 5, [Trajectory([51], [-1.0], [5], finish="stop", reward=float(i)) for i in range(2)])
+    by_group = examples([group, lone, other], ObjectiveConfig(normalization="group"), version=5)
+    # Four own tokens in one group, two in the other: 6 / (2 * 4) and 6 / (2 * 2).
+    assert [float(e["weight"].max()) for e in by_group] == [0.75, 0.75, 1.5, 1.5]
     together = pack(made, 12, 4, pad_token=0)
     assert together["tokens"].shape == (4, 12)
     assert together["document_ids"][0].tolist() == [0] * 5 + [1] * 2 + [2] * 5

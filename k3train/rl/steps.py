@@ -1,0 +1,141 @@
+"""Steps of environments beside generation: messages that wait for an answer while other samples go on.
+
+Whatever an environment takes its time for must not show in what is sampled. A sample's random numbers are its own
+(`Work`), but where generation pauses, and which rows share a forward pass, decides which policy draws its later tokens
+and how logits round. So on an engine whose polls are the same in every run, answers are taken up by a clock that counts
+polls, and not by when they come.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from k3train.rl.calls import Call, Calls
+from k3train.rl.environments import Step
+from k3train.rl.trajectory import Group, Trajectory
+from k3train.rollout.engine import Key
+
+Agree = Callable[[Callable[[], Any]], Any]
+
+
+@dataclass(eq=False)
+class Message:
+    """A message of the model that an environment has to answer."""
+
+    group: Group
+    number: int  # of the sample in its group
+    finish: str  # why the engine ended it: stop, length
+    last: bool = False  # whether the sample ends with it, whatever the answer
+    due: float = math.inf  # when the answer is taken up; math.inf: any time
+    call: Call | None = None  # on the rank that asks
+
+    @property
+    def sample(self) -> Trajectory:
+        return self.group.samples[self.number]
+
+    @property
+    def key(self) -> Key:
+        return self.group.uid, self.number
+
+
+@dataclass(frozen=True)
+class Question:
+    """What an environment is asked: the call, its seconds, and whether no message can follow."""
+
+    call: Callable[[], Any]
+    seconds: float
+    last: bool
+
+
+Answer = tuple[Message, Step | str]  # a sentence where the environment failed
+
+
+class Steps:
+    """Messages that are not answered yet, of one iteration.
+
+    Answers to messages that may have to go on are taken up `lag` polls after they were asked for, or as soon as nothing
+    else runs; generation waits for one that is not there by then. Nothing waits for answers to last messages before
+    the end of the iteration: they are rewards.
+
+    Args:
+        calls: the threads that environments run in; one rank's are used.
+        agree: runs a function on that rank and gives its result to all.
+        lag: polls; None: answers are taken up as they come, on engines whose polls follow a clock anyway.
+    """
+
+    def __init__(self, calls: Calls, agree: Agree, lag: int | None) -> None:
+        self._calls, self._agree, self._lag = calls, agree, lag
+        self._clock = 0.0  # polls
+        self._open: list[Message] = []
+        self.over: set[Key] = set()  # samples of which only the reward is missing, or was
+
+    def __len__(self) -> int:
+        """Messages without an answer."""
+        return len(self._open)
+
+    def begin(self) -> None:
+        """A new iteration; nothing may be open."""
+        self._clock = 0.0
+        self.over.clear()
+
+    def ask(self, messages: Sequence[Message], question: Callable[[Message], Question]) -> None:
+        """Start the environments on these."""
+        if not messages:
+            return
+        lasts = self._agree(lambda: [self._start(message, question(message)) for message in messages])
+        for message, message.last in zip(messages, lasts):
+            if message.last:
+                self.over.add(message.key)
+            elif self._lag is not None:
+                message.due = self._clock + self._lag
+        self._open += messages
+
+    def take(self, idle: bool) -> list[Answer]:
+        """Answers to go on with after one more poll; `idle`: nothing runs, so that something has to be waited for."""
+        until = self._clock
+        self._clock += 1
+        if not self._open:
+            return []
+        if self._lag is None:
+            arrived = self._agree(lambda: self._arrived(idle))
+            return self._settle([n for n, _ in arrived], [outcome for _, outcome in arrived])
+        if idle:
+            until = max(until, min(message.due for message in self._open))
+            if until < math.inf:
+                self._clock = until + 1
+        due = [n for n, message in enumerate(self._open) if message.due <= until]
+        return self._settle(due, self._results(due)) if due else []
+
+    def take_all(self) -> list[Answer]:
+        """Wait for all answers."""
+        numbers = range(len(self._open))
+        return self._settle(numbers, self._results(numbers)) if self._open else []
+
+    def _start(self, message: Message, question: Question) -> bool:
+        message.call = self._calls.start(question.call, question.seconds)
+        return question.last
+
+    def _arrived(self, idle: bool) -> list[tuple[int, Step | str]]:
+        """The numbers of the messages that are answered, and the answers; of at least one where `idle`."""
+        if idle:
+            self._calls.wait_any([message.call for message in self._open])
+        self._calls.expire()
+        return [(n, _outcome(m.call.result)) for n, m in enumerate(self._open) if m.call.ended]
+
+    def _results(self, numbers: Sequence[int]) -> list[Step | str]:
+        return self._agree(
+            lambda: [_outcome(result) for result in self._calls.wait([self._open[n].call for n in numbers])]
+        )
+
+    def _settle(self, numbers: Sequence[int], outcomes: Sequence[Step | str]) -> list[Answer]:
+        answers = [(self._open[n], outcome) for n, outcome in zip(numbers, outcomes)]
+        answered = set(numbers)
+        self._open = [message for n, message in enumerate(self._open) if n not in answered]
+        return answers
+
+
+def _outcome(result: Any) -> Step | str:
+    return result if isinstance(result, Step) else f"{type(result).__name__}: {result}"

@@ -1,0 +1,67 @@
+"""A completion server that scores each token -1, or does worse on demand."""
+
+from __future__ import annotations
+
+import http.server
+import json
+import threading
+from typing import Any
+
+
+class TeacherStub(http.server.ThreadingHTTPServer):
+    """`mood` of each request in turn, the last one for all that follow: well, silent (until `close`), broken (503),
+    odd (an answer of another form), refuses (400)."""
+
+    daemon_threads = True
+
+    def __init__(self, *moods: str) -> None:
+        self.moods, self.requests, self.over = list(moods) or ["well"], 0, threading.Event()
+        self.lock = threading.Lock()
+        super().__init__(("127.0.0.1", 0), _Handler)
+        threading.Thread(target=self.serve_forever, daemon=True).start()
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_address[1]}"
+
+    def mood(self) -> str:
+        with self.lock:
+            self.requests += 1
+            return self.moods.pop(0) if len(self.moods) > 1 else self.moods[0]
+
+    def close(self) -> None:
+        self.over.set()
+        self.shutdown()
+        self.server_close()
+
+
+class _Handler(http.server.BaseHTTPRequestHandler):
+    server: TeacherStub
+
+    def do_GET(self) -> None:
+        self.answer(200, {"data": [{"id": "teacher"}]})
+
+    def do_POST(self) -> None:
+        rows = json.loads(self.rfile.read(int(self.headers["Content-Length"])))["prompt"]
+        mood = self.server.mood()
+        if mood == "silent":
+            self.server.over.wait()
+        elif mood == "odd":
+            self.answer(200, {"choices": [{"index": i, "logprobs": None} for i in range(len(rows))]})
+        elif mood != "well":
+            self.answer({"broken": 503, "refuses": 400}[mood], {})
+        else:
+            scores = [[None] + [-1.0] * (len(row) - 1) for row in rows]
+            self.answer(
+                200, {"choices": [{"index": i, "logprobs": {"token_logprobs": s}} for i, s in enumerate(scores)]}
+            )
+
+    def answer(self, status: int, body: dict[str, Any]) -> None:
+        content = json.dumps(body).encode()
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(content)))
+        self.end_headers()
+        self.wfile.write(content)
+
+    def log_message(self, *_: Any) -> None:
+        pass

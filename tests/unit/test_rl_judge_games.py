@@ -1,0 +1,171 @@
+"""Calls in a bounded number of threads, and a judge's games in them: limits, failures, the order in which they end."""
+
+from __future__ import annotations
+
+import http.server
+import json
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from test_rl_environments import longest_wins, says, task
+
+from k3train.errors import UserError
+from k3train.rl import calls as calls_module
+from k3train.rl.calls import Calls
+from k3train.rl.environments import Environment
+from k3train.rl.judge import JudgedEnvironment, tournament
+from k3train.rl.rewards import REWARDS
+
+
+def test_calls_side_by_side() -> None:
+    """Results in order; an exception and a hang stand for their own call only."""
+    over = threading.Event()
+
+    def fail() -> None:
+        raise ValueError("no")
+
+    results = Calls(8).run([lambda: 1, fail, over.wait, lambda: 4], 1.0)
+    over.set()
+    assert (results[0], results[3]) == (1, 4)
+    assert isinstance(results[1], ValueError)
+    assert isinstance(results[2], TimeoutError)
+    assert Calls(8).run([], 1.0) == []
+
+
+def test_no_more_calls_than_allowed_at_a_time() -> None:
+    """Three at once (they meet at a barrier), never four; what hangs leaves its place to the next."""
+    barrier, lock, running, most = threading.Barrier(3), threading.Lock(), set(), []
+
+    def meet(number: int) -> int:
+        with lock:
+            running.add(number)
+            most.append(len(running))
+        barrier.wait(60)
+        with lock:
+            running.remove(number)
+        return number
+
+    assert Calls(3).run([lambda n=n: meet(n) for n in range(9)], 60) == list(range(9))
+    assert max(most) == 3
+    over = threading.Event()
+    first, second = Calls(1).run([over.wait, lambda: 2], 0.3)
+    over.set()
+    assert isinstance(first, TimeoutError)
+    assert second == 2
+
+
+def test_a_time_limit_counts_from_when_a_call_begins(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [0.0]
+    monkeypatch.setattr(calls_module.time, "monotonic", lambda: clock[0])
+    pool, go, over = Calls(1), threading.Event(), threading.Event()
+    first, second = pool.start(go.wait, 10.0), pool.start(over.wait, 10.0)
+    clock[0] = 9.0
+    pool.expire()
+    assert not first.ended
+    go.set()
+    assert pool.wait([first]) == [True]
+    clock[0] = 18.0
+    pool.expire()
+    assert not second.ended  # it began at 9
+    clock[0] = 19.0
+    pool.expire()
+    assert isinstance(second.result, TimeoutError)
+    over.set()
+
+
+ANSWERS = ["x", "xxx", "xx"]
+
+
+def test_rewards_do_not_follow_the_order_in_which_games_end() -> None:
+    """Each game ends only after the one behind it; rewards and verdicts are those of one game after the other."""
+    expected = tournament("q", ANSWERS, longest_wins)
+    for most in (6, 8):
+        ended = [threading.Event() for _ in range(7)]
+        ended[6].set()
+        order: list[int] = []
+
+        def play(games: Any, ended: Any = ended, order: Any = order, most: int = most) -> list[Any]:
+            def held(number: int, game: Callable[[], Any]) -> Any:
+                assert ended[number + 1].wait(60)
+                order.append(number)
+                ended[number].set()
+                return game()
+
+            return Calls(most).run([lambda n=n, g=g: held(n, g) for n, g in enumerate(games)], 60)
+
+        found = tournament("q", ANSWERS, longest_wins, play=play)
+        assert order == [5, 4, 3, 2, 1, 0]
+        assert found == expected
+
+
+class Judging(http.server.ThreadingHTTPServer):
+    """A completion server that judges by length, `together` requests at a time; a prompt with HANG gets no answer."""
+
+    daemon_threads = True
+
+    def __init__(self, together: int) -> None:
+        self.barrier = threading.Barrier(together)
+        self.lock, self.open, self.most, self.over = threading.Lock(), 0, 0, threading.Event()
+        super().__init__(("127.0.0.1", 0), Handler)
+        threading.Thread(target=self.serve_forever, daemon=True).start()
+
+
+class Handler(http.server.BaseHTTPRequestHandler):
+    server: Judging
+
+    def do_POST(self) -> None:
+        prompt = json.loads(self.rfile.read(int(self.headers["Content-Length"])))["prompt"]
+        with self.server.lock:
+            self.server.open += 1
+            self.server.most = max(self.server.most, self.server.open)
+        if "HANG" in prompt:
+            self.server.over.wait()
+            return
+        self.server.barrier.wait(60)
+        with self.server.lock:
+            self.server.open -= 1
+        choice = {"index": 0, "text": longest_wins(prompt), "finish_reason": "stop"}
+        content = json.dumps({"choices": [choice]}).encode()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(content)))
+        self.end_headers()
+        self.wfile.write(content)
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+
+@pytest.fixture
+def judging(request: pytest.FixtureRequest) -> Iterator[tuple[str, Judging]]:
+    server = Judging(request.param)
+    yield f"http://127.0.0.1:{server.server_address[1]}", server
+    server.over.set()
+    server.shutdown()
+    server.server_close()
+
+
+@pytest.mark.parametrize("judging", [3], indirect=True)
+def test_games_of_a_judge_are_played_side_by_side(judging: tuple[str, Judging]) -> None:
+    """The server answers only three requests at once, and never sees a fourth."""
+    url, server = judging
+    judge = JudgedEnvironment(REWARDS["format"], url=url, concurrency=3, timeout_seconds=60)
+    assert judge.judge_group(task(), [says(a) for a in ANSWERS]) == [0.0, 1.0, 0.5]
+    assert server.most == 3
+    assert judge.limits_judging is True
+    assert Environment.limits_judging is False
+    for wrong in ({"concurrency": 0}, {"timeout_seconds": 0.0}):
+        with pytest.raises(UserError, match="at least 1, and more than 0"):
+            JudgedEnvironment(REWARDS["format"], url=url, **wrong)
+
+
+@pytest.mark.parametrize("judging", [1], indirect=True)
+def test_a_game_that_takes_too_long_is_a_draw(judging: tuple[str, Judging]) -> None:
+    """Its time is its own: "xx HANG" draws all four of its games, and the two of the others are played."""
+    url, _ = judging
+    judge = JudgedEnvironment(REWARDS["format"], url=url, concurrency=2, timeout_seconds=1.0)
+    answers = [says("x"), says("xxx"), says("xx HANG")]
+    assert judge.judge_group(task(), answers) == [0.25, 0.75, 0.5]
+    with pytest.raises(TimeoutError, match="no verdict in 2 games"):
+        judge.judge_group(task(), answers[1:])
