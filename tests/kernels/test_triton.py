@@ -20,7 +20,7 @@ from k3kernels.situ import situ_glu
 
 pytest.importorskip("triton", reason="Triton has no build for this machine")
 
-COMPARED = {"situ": 19, "attention_residual": 9, "norms": 17, "convolution": 5, "loss": 9}
+COMPARED = {"situ": 19, "attention_residual": 9, "two_phase": 23, "norms": 17, "convolution": 5, "loss": 9}
 
 
 @pytest.fixture(scope="module")
