@@ -111,6 +111,32 @@ def discarded(rank: int, world_size: int, recipe: dict[str, Any]) -> tuple[list[
 
 
 @deepspeed_forgets()
+def rounded_copies(rank: int, world_size: int, recipe: dict[str, Any]) -> tuple[list[int], list[int]]:
+    """Of each layer's experts: how often weights were rounded, and how many copies stay behind gradients and behind an
+    evaluation.
+    """
+    from k3train.config.load import recipe_from_dict
+    from k3train.model.build import start_model_parallel
+    from k3train.model.experts import LatentExperts
+    from k3train.platform import Platform
+    from k3train.stages.pretrain import PretrainStage
+    from k3train.train.deepspeed import DeepSpeedEngine
+
+    config = recipe_from_dict(recipe)
+    start_model_parallel(config.parallel)
+    stage = PretrainStage(config)
+    engine = DeepSpeedEngine(config, stage, Platform("cpu", torch.device("cpu"), "gloo", rank, rank, world_size))
+    fakes = [m.fake_quant for m in engine.runner.engine.modules() if isinstance(m, LatentExperts)]
+    batches = next(stage.training_steps(0))
+    kept = []
+    for run in (engine.runner.forward_backward, engine.runner.evaluate):
+        run(batches)
+        kept += [len(fake._kept) for fake in fakes]
+    engine.runner.close()
+    return [fake.times_rounded for fake in fakes], kept
+
+
+@deepspeed_forgets()
 def frozen_log_probs(
     rank: int, world_size: int, checkpoint: Path, tokens: torch.Tensor, documents: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, int]:

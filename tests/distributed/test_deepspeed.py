@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from deepspeed_run import convert, discarded, frozen_log_probs, saved_again, train_deepspeed
+from deepspeed_run import convert, discarded, frozen_log_probs, rounded_copies, saved_again, train_deepspeed
 from small_run import lines, make_corpus, small_recipe, train
 
 pytest.importorskip("deepspeed", reason="deepspeed is not installed: pip install -e '.[deepspeed]'")
@@ -239,6 +239,16 @@ def test_quantization_aware_training_is_megatrons(pool: Any, corpus: Path, tmp_p
         assert [code for code, _ in results] == [0, 0]
         agree(tmp_path / name, reference, name)
         assert "mxfp4 weights" in lines(tmp_path / name, "train")[-1]["paths"]["quant"]
+
+
+def test_no_rounded_copy_outlives_a_run(pool: Any, corpus: Path, tmp_path: Path) -> None:
+    """Each would take the memory of the experts again while the optimizer works."""
+    plain = recipe(corpus, tmp_path, 3, engine="deepspeed", **ENGINES["zero2"], **QUANTIZED)
+    ((rounded, kept),) = pool.run(rounded_copies, 1, plain, timeout=TIMEOUT)
+    assert (
+        rounded == [4] * 2
+    )  # both weights of each layer, once in the step's micro-batches and once in evaluating them
+    assert kept == [0] * 4
 
 
 def test_adapters_are_trained_as_by_megatron(pool: Any, corpus: Path, tmp_path: Path) -> None:
