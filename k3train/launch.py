@@ -46,8 +46,8 @@ def launch(
     """Run `command + arguments` as `world_size` ranks on this machine, to their end.
 
     Rank 0 writes to this terminal, rank N to `<log_dir>/rank<N>.log`. The first SIGINT (Ctrl-C), SIGTERM, SIGHUP or
-    SIGUSR1 is passed to every rank, for a clean end; SIGINT after it kills them, and any other says nothing new: Slurm
-    warns with USR1 and sends SIGTERM while the checkpoint is being written. When a rank ends with an error, the others are
+    SIGUSR1 is passed to every rank, for a clean end; SIGINT after it kills them, and any other says nothing new:
+    Slurm warns with USR1 and sends SIGTERM while the checkpoint is written. When a rank ends with an error, others are
     ended within the times of `patience`. Ranks also die with this process.
 
     Returns the exit code: 0, or that of the rank that failed first (128 + n for signal n).

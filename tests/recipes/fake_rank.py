@@ -1,8 +1,8 @@
 """A stand-in for a training rank: notes that it started, then does what the argument of its rank says.
 
 Arguments: a folder for notes, then one action a rank: `ok`, `exit:CODE`, `crash`, `hang`, `stubborn` (hangs and ignores
-SIGTERM), `polite` (ends with 128 + signal on SIGINT or SIGTERM), `child` (starts a process of its own and ends), `saves`
-(on USR1 or SIGTERM it writes until the file `written` is there, and ends with 128 + the first of them).
+SIGTERM), `polite` (ends with 128 + signal on SIGINT or SIGTERM), `child` (starts a process of its own and ends), or
+`saves` (on USR1 or SIGTERM it writes until the file `written` is there, and ends with 128 + the first of them).
 """
 
 from __future__ import annotations
