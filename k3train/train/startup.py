@@ -27,7 +27,7 @@ from k3train.parallel.stages import describe
 from k3train.platform import Platform
 from k3train.telemetry.metrics_log import read_metrics
 from k3train.telemetry.telemetry import Telemetry
-from k3train.telemetry.wandb_sink import WandbSettings
+from k3train.telemetry.wandb_sink import WandbSettings, forget_run
 from k3train.train.engine import Engine
 from k3train.train.faults import Faults
 from k3train.train.resume import Origin
@@ -110,8 +110,10 @@ def _claim(run_dir: Path, plain: dict[str, Any], resume: str) -> str | None:
         metrics = run_dir / "metrics.jsonl"
         has_steps = metrics.is_file() and any(True for _ in read_metrics(run_dir, "train"))
         started = has_steps or found
-        difference = _first_difference(_with_defaults(earlier), plain) if started else None
-        if difference is not None:
+        difference = _first_difference(_with_defaults(earlier), plain)
+        if difference is not None and not started:
+            forget_run(run_dir)  # of the other recipe, which W&B may have heard of
+        elif difference is not None:
             key, was, now = difference
             return (
                 f"run.dir={run_dir} belongs to another recipe: {key} was {was} there and is {now} here; "
