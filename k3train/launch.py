@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 
-from k3train.errors import UserError
+from k3train.errors import UserError, unwritable_run_dir
 
 PORTS = range(20000, 30000)  # below the range from which Linux takes ports of outgoing connections
 POLL_SECONDS = 0.05
@@ -52,7 +52,7 @@ def launch(
 
     Returns the exit code: 0, or that of the rank that failed first (128 + n for signal n).
 
-    Raises UserError when the logs cannot be written.
+    Raises UserError when the logs cannot be written (StorageError: for now).
     """
     with _claimed_port() as port, _log_files(log_dir, world_size) as logs:
         ranks = _Ranks(patience or Patience())
@@ -207,18 +207,15 @@ def _log_files(log_dir: Path, world_size: int) -> Iterator[list[int | None]]:
     """File descriptors of the ranks' logs, opened to append; None for rank 0."""
     descriptors: list[int | None] = [None]
     try:
-        if world_size > 1:
-            log_dir.mkdir(parents=True, exist_ok=True)
-        for rank in range(1, world_size):
-            flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
-            descriptors.append(os.open(log_dir / f"rank{rank}.log", flags, 0o644))
+        try:
+            if world_size > 1:
+                log_dir.mkdir(parents=True, exist_ok=True)
+            for rank in range(1, world_size):
+                flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
+                descriptors.append(os.open(log_dir / f"rank{rank}.log", flags, 0o644))
+        except OSError as error:
+            raise unwritable_run_dir(log_dir.parent, error) from error
         yield descriptors
-    except OSError as error:
-        if error.filename is None or not str(error.filename).startswith(str(log_dir)):
-            raise
-        raise UserError(
-            f"run.dir={log_dir.parent} cannot be written ({error.strerror}); choose another with run.dir=DIR"
-        ) from error
     finally:
         for descriptor in descriptors:
             if descriptor is not None:

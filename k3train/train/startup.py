@@ -20,7 +20,7 @@ from k3train.checkpoint import directory, store
 from k3train.checkpoint.saver import Belongings, Saver
 from k3train.config.load import recipe_from_dict
 from k3train.config.schema import RecipeConfig, to_plain
-from k3train.errors import UserError
+from k3train.errors import UserError, unwritable_run_dir
 from k3train.optim.policy import TableRow, format_table
 from k3train.parallel.first_rank import from_first_rank
 from k3train.parallel.stages import describe
@@ -53,6 +53,7 @@ def claimed_run_directory(config: RecipeConfig) -> Iterator[Path]:
 
     Raises:
         UserError: it belongs to another recipe, is in use, or cannot be written.
+        StorageError: it cannot be written for now.
     """
     run_dir = Path(config.run.dir)
     with ExitStack() as held:
@@ -61,7 +62,7 @@ def claimed_run_directory(config: RecipeConfig) -> Iterator[Path]:
             try:
                 told = _lock(run_dir, held) or _claim(run_dir, resolved(config), config.checkpoint.resume)
             except OSError as error:
-                told = f"run.dir={run_dir} cannot be written ({error}); choose another with run.dir=..."
+                raise unwritable_run_dir(run_dir, error) from error
             if told is not None:
                 raise UserError(told)
 
