@@ -59,10 +59,12 @@ def run(options: argparse.Namespace, name: str, engine: list[str]) -> Path:
         *engine,
         *options.overrides,
     ]
-    print(f"{name} ...", file=sys.stderr, flush=True)
-    done = subprocess.run(command, check=False)
+    log = run_dir.with_suffix(".log")
+    print(f"{name}, console in {log} ...", file=sys.stderr, flush=True)
+    with log.open("w", encoding="utf-8") as console:
+        done = subprocess.run(command, stdout=console, stderr=subprocess.STDOUT, check=False)
     if done.returncode:
-        raise SystemExit(f"compare_engines: {name} ended with exit code {done.returncode}: {shlex.join(command)}")
+        raise SystemExit(f"compare_engines: {name} ended with exit code {done.returncode}, see {log}")
     return run_dir
 
 
@@ -74,8 +76,8 @@ def differences(found: list[dict[str, Any]], wanted: list[dict[str, Any]]) -> tu
     for line, other in zip(found, wanted):
         loss = max(loss, abs(line["loss"] - other["loss"]))
         norm = max(norm, abs(line["grad_norm"] / other["grad_norm"] - 1.0))
-        spreads = other["balance"]["bias_spread"]
-        bias = max(bias, *(abs(line["balance"]["bias_spread"][layer] - value) for layer, value in spreads.items()))
+        for layer, spread in other.get("balance", {}).get("bias_spread", {}).items():  # without routers there is none
+            bias = max(bias, abs(line["balance"]["bias_spread"][layer] - spread))
     return loss, norm, bias
 
 
@@ -83,11 +85,11 @@ def main() -> int:
     """The comparison of the command line."""
     options = arguments()
     options.out.mkdir(parents=True, exist_ok=True)
-    wanted = read_metrics(run(options, "megatron", ["engine=megatron"]), "train")
+    wanted = list(read_metrics(run(options, "megatron", ["engine=megatron"]), "train"))
     rows = ["| Run | Ranks, steps | Loss | Gradient norm | Router biases |", "|---|---|---|---|---|"]
     for number, case in enumerate(options.case or CASES):
         run_dir = run(options, f"case{number}", ["engine=deepspeed", *shlex.split(case)])
-        apart = differences(read_metrics(run_dir, "train"), wanted)
+        apart = differences(list(read_metrics(run_dir, "train")), wanted)
         rows.append(f"| `{case}` | {options.ranks}, {options.steps} | " + " | ".join(f"{x:.1e}" for x in apart) + " |")
     print("\n".join(rows))
     return 0
