@@ -131,7 +131,9 @@ class RLStage:
         made = examples(groups, self.rl.objective, version, self._scores)
         rank, ranks = parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
         micro = config.train.micro_batch_size
-        batch = pack(made, config.train.seq_length, micro * ranks, self.tokenizer.pad)
+        # Megatron's interleaved schedule runs micro-batches in groups of as many as the pipeline has ranks.
+        together = config.parallel.pipeline if config.parallel.virtual_pipeline > 1 else 1
+        batch = pack(made, config.train.seq_length, micro * ranks * together, self.tokenizer.pad)
         self._rows = len(batch["tokens"])
         return micro_batches(batch, micro, rank, ranks)
 
