@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 
-from k3train.errors import UserError
+from k3train.errors import UserError, unwritable_run_dir
 
 PORTS = range(20000, 30000)  # below the range from which Linux takes ports of outgoing connections
 POLL_SECONDS = 0.05
@@ -46,12 +46,13 @@ def launch(
     """Run `command + arguments` as `world_size` ranks on this machine, to their end.
 
     Rank 0 writes to this terminal, rank N to `<log_dir>/rank<N>.log`. The first SIGINT (Ctrl-C), SIGTERM, SIGHUP or
-    SIGUSR1 is passed to every rank, for a clean end; another SIGINT or SIGTERM kills them. When a rank ends with
-    an error, the others are ended within the times of `patience`. Ranks also die with this process.
+    SIGUSR1 is passed to every rank, for a clean end; SIGINT after it kills them, and any other says nothing new:
+    Slurm warns with USR1 and sends SIGTERM while the checkpoint is written. When a rank ends with an error, others are
+    ended within the times of `patience`. Ranks also die with this process.
 
     Returns the exit code: 0, or that of the rank that failed first (128 + n for signal n).
 
-    Raises UserError when the logs cannot be written.
+    Raises UserError when the logs cannot be written (StorageError: for now).
     """
     with _claimed_port() as port, _log_files(log_dir, world_size) as logs:
         ranks = _Ranks(patience or Patience())
@@ -164,7 +165,7 @@ class _Ranks:
                 self.send(self.signal)
                 if number == signal.SIGINT:
                     print("\nk3train: ending after this step; Ctrl-C again kills", file=sys.stderr)
-            elif number in (signal.SIGINT, signal.SIGTERM):
+            elif number == signal.SIGINT:
                 for process in self.processes:
                     if process.poll() is None:
                         _kill_group(process.pid)
@@ -206,18 +207,15 @@ def _log_files(log_dir: Path, world_size: int) -> Iterator[list[int | None]]:
     """File descriptors of the ranks' logs, opened to append; None for rank 0."""
     descriptors: list[int | None] = [None]
     try:
-        if world_size > 1:
-            log_dir.mkdir(parents=True, exist_ok=True)
-        for rank in range(1, world_size):
-            flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
-            descriptors.append(os.open(log_dir / f"rank{rank}.log", flags, 0o644))
+        try:
+            if world_size > 1:
+                log_dir.mkdir(parents=True, exist_ok=True)
+            for rank in range(1, world_size):
+                flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
+                descriptors.append(os.open(log_dir / f"rank{rank}.log", flags, 0o644))
+        except OSError as error:
+            raise unwritable_run_dir(log_dir.parent, error) from error
         yield descriptors
-    except OSError as error:
-        if error.filename is None or not str(error.filename).startswith(str(log_dir)):
-            raise
-        raise UserError(
-            f"run.dir={log_dir.parent} cannot be written ({error.strerror}); choose another with run.dir=DIR"
-        ) from error
     finally:
         for descriptor in descriptors:
             if descriptor is not None:

@@ -8,7 +8,7 @@ from collections.abc import MutableMapping
 from contextlib import suppress
 from pathlib import Path
 
-from k3train.errors import UserError
+from k3train.errors import unwritable_run_dir
 
 _job_log: int | None = None  # where this rank's standard error went before it had a file
 
@@ -18,7 +18,7 @@ def keep(rank: int, log_dir: Path, environ: MutableMapping[str, str] = os.enviro
 
     The descriptors themselves are redirected, so that what C++ libraries print goes there as well. Files are added to.
 
-    Raises UserError when the file cannot be written.
+    Raises UserError when the file cannot be written (StorageError: for now).
     """
     global _job_log
     if environ.get("K3TRAIN_RANK_LOGS") != "1" or rank == 0 or _job_log is not None:
@@ -27,9 +27,7 @@ def keep(rank: int, log_dir: Path, environ: MutableMapping[str, str] = os.enviro
         log_dir.mkdir(parents=True, exist_ok=True)
         log = os.open(log_dir / f"rank{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     except OSError as error:
-        raise UserError(
-            f"run.dir={log_dir.parent} cannot be written ({error.strerror}); choose another with run.dir=DIR"
-        ) from error
+        raise unwritable_run_dir(log_dir.parent, error) from error
     sys.stdout.flush()
     sys.stderr.flush()
     _job_log = os.dup(2)

@@ -21,6 +21,7 @@
 #   K3_RETRY_SECONDS   seconds between five tries to have this job requeued, where Slurm's controller does not answer; 5
 #   K3_NOTES           a folder that all nodes share, for what they tell each other; $K3_ROOT/.k3train-jobs
 #   K3_EXIT_WAIT       seconds the other ranks have once one has ended; 180
+#   K3_REPEAT_SECONDS  seconds between two tellings of a stop request, until the ranks have ended; 5
 #   K3_MASTER_ADDR     where the ranks meet; the first node's name, or its NodeAddr where the name does not resolve
 set -uo pipefail
 
@@ -72,6 +73,7 @@ k3_layout() { # sets k3_ranks (a node), k3_nodes and k3_srun, the options of eve
 k3_wait() {
     local again
     k3_step=$1
+    [ "$k3_stop" = 0 ] || k3_pass_on # it came while the step was being started
     while :; do
         wait "$k3_step"
         k3_code=$?
@@ -82,14 +84,28 @@ k3_wait() {
     again=$?
     [ "$again" = 127 ] || k3_code=$again
     k3_step=
+    if [ -n "$k3_teller" ]; then kill "$k3_teller" 2>/dev/null || :; fi
+    k3_teller=
 }
 
 # What a signal to the batch shell means: the time limit is near (--signal=B:USR1@...), or Slurm ends this start (TERM).
-k3_step= k3_stop=0
+k3_step= k3_stop=0 k3_teller=
 k3_on_signal() {
     k3_stop=1
     k3_say "told to stop ($1): the step ends, a checkpoint is written"
-    if [ -n "$k3_step" ]; then kill -USR1 "$k3_step" 2>/dev/null || :; fi
+    [ -z "$k3_step" ] || k3_pass_on
+}
+
+# Tell the step to stop, again and again until it has ended: what comes before a rank listens is lost (srun starting its
+# tasks, torchrun's agent, whose ranks ignore signals until they have read their modules). To a rank a repeat is nothing.
+k3_pass_on() {
+    kill -USR1 "$k3_step" 2>/dev/null || :
+    [ -z "$k3_teller" ] || return 0
+    (
+        trap - USR1 TERM
+        while sleep "${K3_REPEAT_SECONDS:-5}" && kill -USR1 "$k3_step"; do :; done
+    ) </dev/null >/dev/null 2>&1 &
+    k3_teller=$!
 }
 trap 'k3_on_signal SIGUSR1' USR1
 trap 'k3_on_signal SIGTERM' TERM

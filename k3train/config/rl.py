@@ -87,8 +87,9 @@ class EnvironmentConfig:
     name: str = "single"  # single | python | judge | module:Class of your own
     tasks: str = "???"  # file of training tasks (tools/make_tasks.py; docs/rl.md)
     weight: float = 1.0  # share of prompts
-    # What counts, by weight: answer | format | unit_tests | noise. The reward is the weighted sum.
-    rewards: dict[str, float] = field(default_factory=lambda: {"answer": 1.0})
+    # What counts, by weight: answer | format | unit_tests | noise. The reward is the weighted sum; empty: answer alone.
+    # The default is empty because maps are merged: one of {answer: 1} would stay in whatever a recipe asks for.
+    rewards: dict[str, float] = field(default_factory=dict)
     timeout_seconds: float = 30.0  # of one step; then the sample counts as failed
     options: dict[str, Any] = field(default_factory=dict)  # given to the class
     families: list[str] = field(default_factory=list)  # only tasks of these, of this environment; empty: all

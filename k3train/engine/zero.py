@@ -201,6 +201,7 @@ class ZeroRunner:
                 self.engine.step()  # counts the micro-batch; the last one's is the optimizer's
             reported.append(report)
             tokens += count
+        weights_changed([self.engine])  # rounded copies would only take memory during the optimizer's step
         self.ready_at = time.perf_counter()
         dist.all_reduce(tokens, group=parallel_state.get_data_parallel_group())
         self.optimizer.tokens = max(float(tokens), 1.0) / parallel_state.get_data_parallel_world_size()
@@ -222,6 +223,7 @@ class ZeroRunner:
                 reported += [self._forward(batch)[2] for batch in piece]
             return self._pool(reported)
         finally:
+            weights_changed([self.engine])
             self.engine.train()
 
     def close(self) -> None:

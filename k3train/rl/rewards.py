@@ -52,12 +52,13 @@ REWARDS: dict[str, Reward] = {"answer": answer, "format": well_formed, "unit_tes
 
 
 def weighted(weights: Mapping[str, float]) -> Reward:
-    """The weighted sum of rewards by name.
+    """The weighted sum of rewards by name; of the right answer alone where none is named.
 
     Raises:
-        UserError: an unknown name, or none at all.
+        UserError: an unknown name.
     """
+    weights = weights or {"answer": 1.0}
     unknown = [name for name in weights if name not in REWARDS]
-    if unknown or not weights:
-        raise UserError(f"rewards has {unknown or 'nothing'}; allowed: {', '.join(REWARDS)}, with a weight each")
+    if unknown:
+        raise UserError(f"rewards has {unknown}; allowed: {', '.join(REWARDS)}, with a weight each")
     return lambda task, turns, seed: sum(w * REWARDS[name](task, turns, seed) for name, w in weights.items())

@@ -15,6 +15,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor, is_main_repl
 
 from k3train.checkpoint import directory, store
 from k3train.checkpoint.state import TrainState
+from k3train.config.quant import policy_in_force
 from k3train.config.schema import RecipeConfig, to_plain
 from k3train.rl.shared_engine import SharedEngine
 from k3train.rollout.refresh import bucketed
@@ -65,8 +66,9 @@ class WeightRefresh:
             shutil.rmtree(out, ignore_errors=True)
         dist.barrier()
         tensors = TensorReader(checkpoint)
-        experts = self._config.rl.rollout.refresh_experts
-        job = plan_job(checkpoint, tensors, self._config.model, None, experts, 5 * 10**9, weights=self._weights)
+        config, experts = self._config, self._config.rl.rollout.refresh_experts
+        quant = policy_in_force(config.quant, config.stage.name)  # packed by the rule that they are trained with
+        job = plan_job(checkpoint, tensors, config.model, None, experts, 5 * 10**9, quant, self._weights)
         run_export(checkpoint, out, tensors, job)
         tensors.close()
 

@@ -52,7 +52,14 @@ def _exact(response: str, answer: str) -> bool:
 def _digits(response: str, answer: str) -> bool:
     """The same whole number, whether or not its digits stand apart."""
     joined, wanted = "".join(_words(response)), "".join(_words(answer))
-    return joined.removeprefix("-").isascii() and joined.removeprefix("-").isdigit() and int(joined) == int(wanted)
+    bare = joined.removeprefix("-")
+    return bare.isascii() and bare.isdigit() and _whole(joined) == _whole(wanted)
+
+
+def _whole(number: str) -> str:
+    """A whole number in ASCII digits without zeros in front, of any length: int() refuses more than 4,300 digits."""
+    digits = "".join(str(int(digit)) for digit in number.removeprefix("-")).lstrip("0")
+    return ("-" if number.startswith("-") and digits else "") + (digits or "0")
 
 
 def _number(response: str, answer: str) -> bool:
@@ -72,9 +79,18 @@ def _caseless(response: str, answer: str) -> bool:
 def _json(response: str, answer: str) -> bool:
     """The same JSON value."""
     try:
-        return json.loads(response) == json.loads(answer)
+        return _same(json.loads(response), json.loads(answer))
     except (ValueError, RecursionError):
         return False
+
+
+def _same(found: Any, wanted: Any) -> bool:
+    """Equal as JSON: 1 is 1.0, but true is not 1, as it is in Python."""
+    if isinstance(found, dict) and isinstance(wanted, dict):
+        return found.keys() == wanted.keys() and all(_same(found[key], wanted[key]) for key in wanted)
+    if isinstance(found, list) and isinstance(wanted, list):
+        return len(found) == len(wanted) and all(map(_same, found, wanted))
+    return isinstance(found, bool) == isinstance(wanted, bool) and found == wanted
 
 
 CHECKERS: dict[str, Checker] = {

@@ -8,10 +8,10 @@ import traceback
 
 from k3train import rank_logs
 from k3train.config.schema import RecipeConfig
-from k3train.errors import StorageError, UserError
+from k3train.errors import DISK_TROUBLE, StorageError, UserError
 
-# What a disk says that is full, over quota, read-only, broken or gone: not the program's fault, and no traceback helps.
-_STORAGE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.ESTALE)
+# A file system that is read-only now was not when the run started.
+_STORAGE = (*DISK_TROUBLE, errno.EROFS)
 # What no other start and no other node will change.
 _RIGHTS = (errno.EACCES, errno.EPERM, errno.EISDIR)
 

@@ -10,7 +10,7 @@ from typing import Any, TextIO
 
 from k3train.telemetry.appended import AppendedLines
 from k3train.telemetry.console import Console, human_bytes, human_duration
-from k3train.telemetry.metrics_log import MetricsLog, from_jsonable, to_jsonable
+from k3train.telemetry.metrics_log import MetricsLog, from_jsonable, read_metrics, to_jsonable
 from k3train.telemetry.wandb_sink import WandbSettings, WandbSink, persistent_run_id
 
 _LEVELS = ("info", "warning")
@@ -41,8 +41,8 @@ class Telemetry:
         """`start_step` is the step of the checkpoint the run continues from; 0 begins anew.
 
         Lines of metrics.jsonl after `start_step` (from a process that was killed) are removed; train.log
-        keeps them. A run that has made a step keeps its W&B id. `interactive` None asks whether `stream` (standard
-        output) is a terminal. Raises UserError for an unknown W&B mode.
+        keeps them. A run keeps its W&B id, and W&B gets the steps up to `start_step` that it lacks. `interactive`
+        None asks whether `stream` (standard output) is a terminal. Raises UserError for an unknown W&B mode.
         """
         self.run_dir = Path(run_dir)
         self.is_writer = is_writer
@@ -64,7 +64,7 @@ class Telemetry:
         settings = wandb if wandb is not None else WandbSettings()
         last_sent = self._log.recovery.last_step
         begun = max(last_sent, start_step) > 0  # also by a process that came to no checkpoint
-        self._run_id = persistent_run_id(self.run_dir, run_id, resuming=begun)
+        self._run_id = persistent_run_id(self.run_dir, run_id)
         self._sink = WandbSink(
             self.run_dir,
             config,
@@ -75,8 +75,22 @@ class Telemetry:
             last_sent_step=max(last_sent, start_step) if begun else -1,
             on_event=self.event,
         )
-        if self._sink.active and last_sent > start_step:
-            self.event(f"W&B holds steps {start_step + 1} to {last_sent} of this run and is not sent them again")
+        self._tell_held(start_step)
+
+    def _tell_held(self, start_step: int) -> None:
+        """Send W&B what it lacks (it, or its disk, was not as far as ours when a process was killed), before its steps
+        grow beyond it; and say what it has of steps that are made again.
+        """
+        if self._sink is None or not self._sink.active:
+            return
+        held = self._sink.held
+        if held < start_step > 0:
+            sent: list[int] = []
+            self._send("catch up", lambda sink: sent.extend(sink.send_missing(read_metrics(self.run_dir), start_step)))
+            if sent:
+                self.event(f"W&B lacked steps {min(sent)} to {max(sent)} of this run: sent again from metrics.jsonl")
+        elif held > start_step:
+            self.event(f"W&B holds steps {start_step + 1} to {held} of this run and is not sent them again")
 
     @property
     def run_id(self) -> str | None:

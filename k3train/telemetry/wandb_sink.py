@@ -5,7 +5,7 @@ from __future__ import annotations
 import netrc
 import os
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from k3train.config.schema import WandbConfig
 from k3train.errors import UserError
 from k3train.telemetry.console import worst_layer
 from k3train.telemetry.load_map import wandb_load
+from k3train.telemetry.wandb_file import last_step
 
 RUN_ID_FILE = "wandb_run_id"
 MODES = ("auto", "online", "offline", "disabled")
@@ -106,14 +107,15 @@ def resolve_mode(mode: str) -> str:
     return "online" if has_key() else "offline"
 
 
-def persistent_run_id(run_dir: Path, given: str | None, resuming: bool) -> str:
-    """The run's W&B id: the given one, else when resuming the one kept in the run directory, else a new one.
+def persistent_run_id(run_dir: Path, given: str | None) -> str:
+    """The run's W&B id: the given one, else the one kept in the run directory, else a new one.
 
-    Whatever is chosen is written to `run_dir/wandb_run_id`.
+    Whatever is chosen is written to `run_dir/wandb_run_id`, before W&B hears of it: a process that is killed before its
+    first step has begun the run. Who gives the directory to another recipe calls `forget_run`.
     """
     path = run_dir / RUN_ID_FILE
     run_id = given
-    if run_id is None and resuming and path.exists():
+    if run_id is None and path.exists():
         run_id = path.read_text(encoding="utf-8").strip() or None
     if run_id is None:
         run_id = secrets.token_hex(4)
@@ -121,6 +123,11 @@ def persistent_run_id(run_dir: Path, given: str | None, resuming: bool) -> str:
     temporary.write_text(run_id + "\n", encoding="utf-8")
     os.replace(temporary, path)
     return run_id
+
+
+def forget_run(run_dir: Path) -> None:
+    """Have the next process in this directory begin a W&B run of its own."""
+    (run_dir / RUN_ID_FILE).unlink(missing_ok=True)
 
 
 _PER_LAYER = ("balance", "qk_clip")  # {name: {layer: value}}
@@ -169,7 +176,10 @@ class WandbSink:
         last_sent_step: int,
         on_event: Callable[[str, str], None],
     ) -> None:
-        """Steps up to `last_sent_step` are held by the run already (an earlier process sent them)."""
+        """`last_sent_step` is the last one that earlier processes sent, as far as the run directory knows; -1: none.
+
+        What W&B itself says it holds counts more, where it says anything: see `held`.
+        """
         self._run_dir = run_dir
         self._config = {**config, "code_version": code_version}
         self._settings = settings
@@ -193,6 +203,22 @@ class WandbSink:
     def active(self) -> bool:
         """Whether metrics still reach W&B."""
         return self._run is not None
+
+    @property
+    def held(self) -> int:
+        """The last step that W&B holds of this run, -1 without any; it is sent none up to there."""
+        return self._last_sent_step
+
+    def send_missing(self, records: Iterable[dict[str, Any]], last: int) -> list[int]:
+        """Send those steps and evaluations of metrics.jsonl up to `last` that W&B does not hold; the steps sent."""
+        sent: list[int] = []
+        for record in records:
+            kind, step = record.get("kind"), record["step"]
+            if kind in ("train", "eval") and self._last_sent_step < step <= last:
+                self.log(step, {key: value for key, value in record.items() if key not in ("kind", "time")}, kind)
+                sent.append(step)
+        self._last_sent_step = max(self._last_sent_step, last)
+        return sent
 
     def log(self, step: int, metrics: dict[str, Any], kind: str, late: bool = False) -> None:
         """Send metrics of a step. W&B's steps only grow: a step the run already holds is not sent again.
@@ -276,7 +302,7 @@ class WandbSink:
     def _go_online(self) -> Any:
         """The run that earlier processes began has to be there; where it is not, that is said and it begins here."""
         if self._last_sent_step < 0:
-            return self._init("online", "allow")
+            return self._init("online", "allow")  # which finds a run that came to no step
         import wandb
 
         try:
@@ -289,9 +315,9 @@ class WandbSink:
                 "warning",
             )
             _stop_service()
-            return self._init("online", "allow")
+            return self._init("online", "allow", is_new=True)
 
-    def _init(self, mode: str, resume: str | None = None) -> Any:
+    def _init(self, mode: str, resume: str | None = None, is_new: bool = False) -> Any:
         folder = (self._run_dir / "wandb").resolve()
         folder.mkdir(parents=True, exist_ok=True)
         os.environ.setdefault("WANDB_ERROR_REPORTING", "false")  # no crash reports over the network
@@ -300,6 +326,10 @@ class WandbSink:
         os.environ.setdefault("WANDB_CACHE_DIR", str(folder / "cache"))
         import wandb
 
+        resumed = self._last_sent_step >= 0
+        if mode == "offline" and (written := last_step(folder, self._run_id)) is not None:
+            # A killed process may have told its service more than the disk got.
+            self._last_sent_step, resumed = written, True
         run = wandb.init(
             dir=str(self._run_dir),
             mode=mode,
@@ -325,9 +355,9 @@ class WandbSink:
                 x_disable_machine_info=mode == "offline",
             ),
         )
-        resumed = run.starting_step > 0 or self._last_sent_step >= 0
-        self._last_sent_step = max(self._last_sent_step, run.starting_step - 1)
-        if resumed:  # the recipe may have changed where it may: layout, guards, telemetry
+        if mode == "online" and not is_new:
+            self._last_sent_step = run.starting_step - 1
+        if resumed or run.starting_step > 0:  # the recipe may have changed where it may: layout, guards, telemetry
             run.config.update(self._config, allow_val_change=True)
         run.define_metric("step", hidden=True)
         run.define_metric("*", step_metric="step")

@@ -21,9 +21,14 @@ class StopFlag:
             self._previous[number] = signal.signal(number, self._note)
 
     def restore(self) -> None:
-        """Give the signals back to whoever had them."""
+        """Give the signals back to whoever had them.
+
+        A batch script repeats USR1 until its ranks have ended (slurm/environment.sh): one that was told to stop and now
+        ends must not die of it, so that signal is ignored from here on.
+        """
         for number, handler in self._previous.items():
-            signal.signal(number, handler)
+            repeated = number == signal.SIGUSR1 and self.signal != 0
+            signal.signal(number, signal.SIG_IGN if repeated else handler)
         self._previous.clear()
 
     def _note(self, number: int, frame: FrameType | None) -> None:

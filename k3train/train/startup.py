@@ -20,14 +20,14 @@ from k3train.checkpoint import directory, store
 from k3train.checkpoint.saver import Belongings, Saver
 from k3train.config.load import recipe_from_dict
 from k3train.config.schema import RecipeConfig, to_plain
-from k3train.errors import UserError
+from k3train.errors import UserError, unwritable_run_dir
 from k3train.optim.policy import TableRow, format_table
 from k3train.parallel.first_rank import from_first_rank
 from k3train.parallel.stages import describe
 from k3train.platform import Platform
 from k3train.telemetry.metrics_log import read_metrics
 from k3train.telemetry.telemetry import Telemetry
-from k3train.telemetry.wandb_sink import WandbSettings
+from k3train.telemetry.wandb_sink import WandbSettings, forget_run
 from k3train.train.engine import Engine
 from k3train.train.faults import Faults
 from k3train.train.resume import Origin
@@ -53,6 +53,7 @@ def claimed_run_directory(config: RecipeConfig) -> Iterator[Path]:
 
     Raises:
         UserError: it belongs to another recipe, is in use, or cannot be written.
+        StorageError: it cannot be written for now.
     """
     run_dir = Path(config.run.dir)
     with ExitStack() as held:
@@ -61,7 +62,7 @@ def claimed_run_directory(config: RecipeConfig) -> Iterator[Path]:
             try:
                 told = _lock(run_dir, held) or _claim(run_dir, resolved(config), config.checkpoint.resume)
             except OSError as error:
-                told = f"run.dir={run_dir} cannot be written ({error}); choose another with run.dir=..."
+                raise unwritable_run_dir(run_dir, error) from error
             if told is not None:
                 raise UserError(told)
 
@@ -110,8 +111,10 @@ def _claim(run_dir: Path, plain: dict[str, Any], resume: str) -> str | None:
         metrics = run_dir / "metrics.jsonl"
         has_steps = metrics.is_file() and any(True for _ in read_metrics(run_dir, "train"))
         started = has_steps or found
-        difference = _first_difference(_with_defaults(earlier), plain) if started else None
-        if difference is not None:
+        difference = _first_difference(_with_defaults(earlier), plain)
+        if difference is not None and not started:
+            forget_run(run_dir)  # of the other recipe, which W&B may have heard of
+        elif difference is not None:
             key, was, now = difference
             return (
                 f"run.dir={run_dir} belongs to another recipe: {key} was {was} there and is {now} here; "

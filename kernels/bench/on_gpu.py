@@ -15,19 +15,21 @@ import torch
 
 BENCH = Path(__file__).resolve().parent
 TESTS = BENCH.parents[1] / "tests" / "kernels"
+ON_A_GPU = ("test_triton.py", "test_mx_triton.py", "test_quantile_balancing_triton.py")
 
 
 def parts(write: bool) -> list[list[str]]:
     """Command lines, without the interpreter."""
     note = ["--write"] if write else []
     return [
-        ["-m", "pytest", "-q", str(TESTS / "test_triton.py"), "-k", "on_a_gpu or compile"],
+        ["-m", "pytest", "-q", *(str(TESTS / name) for name in ON_A_GPU), "-k", "on_a_gpu or compile"],
         ["-m", "pytest", "-q", str(TESTS / "test_kda_fla.py")],
         [str(BENCH / "compile_table.py"), *note],
         [str(BENCH / "bench_kernels.py"), "--device", "cuda", *note],
         [str(BENCH / "bench_attention_residual.py"), "--device", "cuda", "--tokens", "8192", "--hidden", "7168"],
         [str(BENCH / "bench_quantile_balancing.py"), "--device", "cuda"],
         [str(BENCH / "bench_kda.py"), "--device", "cuda"],
+        [str(BENCH / "bench_muon.py"), "--device", "cuda", "--shape", "k3-layer", "--rounds", "3"],
     ]
 
 

@@ -17,6 +17,8 @@ CAPABILITIES = (90, 100)  # Hopper, Blackwell
 MODULES = (
     "k3kernels.situ.triton_kernel",
     "k3kernels.attention_residual.triton_kernel",
+    "k3kernels.attention_residual.phase_one_kernel",
+    "k3kernels.attention_residual.merge_kernel",
     "k3kernels.rms_norm.triton_kernel",
     "k3kernels.short_conv.triton_kernel",
     "k3kernels.cross_entropy.triton_kernel",

@@ -9,6 +9,7 @@ from importlib import metadata
 import torch
 
 from k3kernels import kda, mx, quantile_balancing
+from k3kernels.attention_residual.two_phase import BACKENDS as TWO_PHASE_BACKENDS
 from k3kernels.backend import BACKENDS, resolve_backend, why_not_triton
 from k3kernels.cross_entropy.op import BACKENDS as LOSS_BACKENDS
 from k3kernels.kda.backend import BACKENDS as KDA_BACKENDS
@@ -46,7 +47,7 @@ class Choice:
 
 def _plain(name: str, what: str, backends: tuple[str, ...] = BACKENDS) -> Operation:
     def resolve(asked: str, device: torch.device) -> str:
-        if name == "cross_entropy" and asked == "torch":
+        if asked == "torch" and asked not in backends:
             asked = "reference"
         found = resolve_backend(name, asked, device, backends=backends)
         return found if found in backends else "reference"
@@ -61,6 +62,7 @@ def _kda(asked: str, device: torch.device) -> str:
 OPERATIONS = (
     _plain("situ_glu", "SiTU-GLU and SwiGLU, with the gate/up split and the router weight"),
     _plain("mix", "Attention Residuals: logits, softmax and weighted sum over depth"),
+    _plain("two_phase_mix", "the mix of a whole block: phase_one, then merge (no model calls it)", TWO_PHASE_BACKENDS),
     _plain("gated_rms_norm", "KDA's head-wise output norm and gate"),
     _plain("rms_norm", "RMSNorm, of sublayers and of the latent sum"),
     _plain("short_conv", "causal depthwise convolution with document boundaries"),

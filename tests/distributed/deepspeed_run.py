@@ -111,8 +111,34 @@ def discarded(rank: int, world_size: int, recipe: dict[str, Any]) -> tuple[list[
 
 
 @deepspeed_forgets()
+def rounded_copies(rank: int, world_size: int, recipe: dict[str, Any]) -> tuple[list[int], list[int]]:
+    """Of each layer's experts: how often weights were rounded, and how many copies stay behind gradients and behind an
+    evaluation.
+    """
+    from k3train.config.load import recipe_from_dict
+    from k3train.model.build import start_model_parallel
+    from k3train.model.experts import LatentExperts
+    from k3train.platform import Platform
+    from k3train.stages.pretrain import PretrainStage
+    from k3train.train.deepspeed import DeepSpeedEngine
+
+    config = recipe_from_dict(recipe)
+    start_model_parallel(config.parallel)
+    stage = PretrainStage(config)
+    engine = DeepSpeedEngine(config, stage, Platform("cpu", torch.device("cpu"), "gloo", rank, rank, world_size))
+    fakes = [m.fake_quant for m in engine.runner.engine.modules() if isinstance(m, LatentExperts)]
+    batches = next(stage.training_steps(0))
+    kept = []
+    for run in (engine.runner.forward_backward, engine.runner.evaluate):
+        run(batches)
+        kept += [len(fake._kept) for fake in fakes]
+    engine.runner.close()
+    return [fake.times_rounded for fake in fakes], kept
+
+
+@deepspeed_forgets()
 def frozen_log_probs(
-    rank: int, world_size: int, checkpoint: Path, tokens: torch.Tensor, documents: torch.Tensor
+    rank: int, world_size: int, checkpoint: Path, precision: str, tokens: torch.Tensor, documents: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, int]:
     """Of this rank's rows: under a sharded frozen model, under the plain one, and how much the rank keeps of it.
 
@@ -130,19 +156,22 @@ def frozen_log_probs(
     start_model_parallel(ParallelConfig())
     here = Platform("cpu", torch.device("cpu"), "gloo", rank, rank, world_size)
     settings = DeepSpeedConfig(offload_parameters=True, persistence_threshold=0)
-    frozen = FrozenModel(checkpoint, here, settings)
+    frozen = FrozenModel(checkpoint, here, settings, precision)
     rows = slice(0, -2) if rank == 0 else slice(-2, None)
     tokens, documents = tokens[rows], documents[rows]
     scored = frozen.log_probs(tokens, documents, rows_at_a_time=2)
     held = sum(parameter.numel() for parameter in frozen.engine.module.parameters())
+    kinds = {name: parameter.dtype for name, parameter in frozen.engine.module.named_parameters()}
     frozen.close()
 
     path = directory.resolve(checkpoint)
     config = recipe_from_dict(directory.read_marker(path)["config"])
     config.model.mtp.num_layers = 0
+    config.train.precision = precision
     (plain,), _ = build_chunks(config, "cpu", init=False)
     store.load_model(path, [plain.eval()])
+    assert kinds == {name: parameter.dtype for name, parameter in plain.named_parameters()}
     with torch.no_grad():
         logits = plain(tokens, Packing(documents))
-    expected = logits[:, :-1].log_softmax(-1).gather(2, tokens[:, 1:, None]).squeeze(2)
+    expected = logits[:, :-1].float().log_softmax(-1).gather(2, tokens[:, 1:, None]).squeeze(2)
     return scored, expected, held

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from deepspeed_run import convert, discarded, frozen_log_probs, saved_again, train_deepspeed
+from deepspeed_run import convert, discarded, frozen_log_probs, rounded_copies, saved_again, train_deepspeed
 from small_run import lines, make_corpus, small_recipe, train
 
 pytest.importorskip("deepspeed", reason="deepspeed is not installed: pip install -e '.[deepspeed]'")
@@ -212,12 +212,13 @@ def test_the_weights_of_either_engine_start_a_run(
     assert lines(tmp_path, "eval")[0]["loss"] == pytest.approx(at_three, abs=CLOSE)
 
 
-def test_a_frozen_model_scores_as_the_plain_one(pool: Any, halves: dict) -> None:
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_frozen_model_scores_as_the_plain_one(pool: Any, halves: dict, precision: str) -> None:
     """Rows of several documents, more passes on one rank than on the other, parameters sharded and in host memory."""
     run_dir, _ = halves["megatron"]
     tokens = torch.randint(0, 304, (7, 24), generator=torch.Generator().manual_seed(3))
     documents = (torch.arange(24) // 9).expand(7, -1).contiguous()
-    results = pool.run(frozen_log_probs, 2, run_dir, tokens, documents, timeout=TIMEOUT)
+    results = pool.run(frozen_log_probs, 2, run_dir, precision, tokens, documents, timeout=TIMEOUT)
     for (scored, expected, held), rows in zip(results, (5, 2), strict=True):
         assert scored.shape == expected.shape == (rows, 23)
         torch.testing.assert_close(scored, expected, atol=CLOSE, rtol=0)
@@ -239,6 +240,39 @@ def test_quantization_aware_training_is_megatrons(pool: Any, corpus: Path, tmp_p
         assert [code for code, _ in results] == [0, 0]
         agree(tmp_path / name, reference, name)
         assert "mxfp4 weights" in lines(tmp_path / name, "train")[-1]["paths"]["quant"]
+
+
+def test_bf16_trains_near_megatrons_and_converts(pool: Any, corpus: Path, tmp_path: Path) -> None:
+    """The engines round differently, so within what bf16 makes of it; a checkpoint there and back has the same bits."""
+    from k3train.checkpoint.whole import SavedTensors
+
+    reference, run_dir = tmp_path / "megatron", tmp_path / "zero2"
+    common = {"train__precision": "bf16", "model__mtp__num_layers": 0}
+    assert [code for code, _ in pool.run(train, 2, recipe(corpus, reference, 3, **common), timeout=TIMEOUT)] == [0, 0]
+    changes = {"engine": "deepspeed", **ENGINES["zero2"], **common}
+    results = pool.run(train_deepspeed, 2, recipe(corpus, run_dir, 3, **changes), timeout=TIMEOUT)
+    assert [code for code, _ in results] == [0, 0]
+    kinds = {tensor.dtype for name, tensor in results[0][1].items() if name.endswith(("weight", "A_log"))}
+    assert kinds == {torch.bfloat16, torch.float32}
+    for ours, theirs in zip(lines(run_dir, "train"), lines(reference, "train"), strict=True):
+        assert ours["loss"] == pytest.approx(theirs["loss"], abs=1e-3)
+        assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-2)
+    there, back = (tmp_path / name / "checkpoints" for name in ("there", "back"))
+    pool.run(convert, 1, run_dir / "checkpoints" / "step_00000003", there, timeout=TIMEOUT)
+    pool.run(convert, 1, there / "step_00000003", back, timeout=TIMEOUT)
+    saved, again = SavedTensors(run_dir / "checkpoints" / "step_00000003", 2), SavedTensors(back / "step_00000003", 1)
+    assert again.keys() == saved.keys()
+    assert all(torch.equal(tensor, again[key][kind]) for key in saved for kind, tensor in saved[key].items())
+
+
+def test_no_rounded_copy_outlives_a_run(pool: Any, corpus: Path, tmp_path: Path) -> None:
+    """Each would take the memory of the experts again while the optimizer works."""
+    plain = recipe(corpus, tmp_path, 3, engine="deepspeed", **ENGINES["zero2"], **QUANTIZED)
+    ((rounded, kept),) = pool.run(rounded_copies, 1, plain, timeout=TIMEOUT)
+    assert (
+        rounded == [4] * 2
+    )  # both weights of each layer, once in the step's micro-batches and once in evaluating them
+    assert kept == [0] * 4
 
 
 def test_adapters_are_trained_as_by_megatron(pool: Any, corpus: Path, tmp_path: Path) -> None:

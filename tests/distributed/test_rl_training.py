@@ -221,6 +221,22 @@ def test_experts_of_the_rollout_are_replayed(pool: Any, tasks: Path, tmp_path: P
     assert differences[True]["rollout_logprob_difference"] <= differences[False]["rollout_logprob_difference"]
 
 
+def test_rounded_experts_sample_what_they_are_trained_on(pool: Any, tasks: Path, tmp_path: Path) -> None:
+    """Under `quant.enabled` rollouts round as the trainer does, with the weights of each step."""
+    found = {}
+    for rounded in (True, False):
+        recipe = rl_recipe(tasks, tmp_path / str(rounded), quant={"enabled": rounded}, train__eval_interval=0)
+        recipe["model"]["moe"] |= {"latent_size": 32, "expert_hidden_size": 64}
+        ((code, _),) = pool.run(train_rl, 1, recipe)
+        assert code == 0, code
+        found[rounded] = steps(tmp_path / str(rounded))
+        assert ("mxfp4" in found[rounded][0]["paths"].get("quant", "")) is rounded
+        for line in found[rounded]:
+            assert abs(line["rollout_kl"]) < 1e-9
+            assert line["rollout_logprob_difference"] < 1e-5
+    assert abs(found[True][0]["grad_norm"] / found[False][0]["grad_norm"] - 1) > 1e-6  # the same samples up to rounding
+
+
 @pytest.mark.parametrize(
     "objective",
     [

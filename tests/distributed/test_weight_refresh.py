@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 from hf_folder import all_tensors
 from pool import WorkerPool
@@ -84,3 +86,37 @@ def test_shared_weights_are_given_whole(pool: WorkerPool, tmp_path: Path) -> Non
         assert all(torch.equal(found[name][key], tensor) for key, tensor in found["one"].items())
         assert exported[name].keys() == exported["one"].keys()
         assert all(torch.equal(exported[name][key], tensor) for key, tensor in exported["one"].items())
+
+
+def refresh_packed(rank: int, world_size: int, recipe: dict[str, Any]) -> tuple[dict[str, int], int]:
+    """Refresh from disk; the weights of experts that differ in the folder from those of training, by name, and all."""
+    from k3train.config.load import recipe_from_dict
+    from k3train.model.build import build_chunks, start_model_parallel
+    from k3train.model.experts import LatentExperts
+    from k3train.rl.shared_engine import SharedEngine
+    from k3train.rl.weights import WeightRefresh
+    from k3train.rollout.refresh import load_weights
+
+    config = recipe_from_dict(recipe)
+    start_model_parallel(config.parallel)
+    models, _ = build_chunks(config)
+    names = [(n, m) for n, m in models[0].named_modules() if isinstance(m, LatentExperts)]
+    trained = {f"{n}.{w}": m._weight(w, getattr(m, w)).detach().clone() for n, m in names for w in ("w13", "w2")}
+    WeightRefresh(config, SimpleNamespace(models=models, run_dir=Path(config.run.dir)))(SharedEngine(Receiver), 1)
+    load_weights(models[0], Path(config.run.dir) / "rollout_weights" / "version_00000001")
+    served = dict(models[0].named_parameters())
+    return {n: int((served[n] != w).sum()) for n, w in trained.items()}, sum(w.numel() for w in trained.values())
+
+
+@pytest.mark.parametrize("rule", ["floor", "nearest", "round_up"])
+def test_packed_experts_are_those_of_training(pool: WorkerPool, tmp_path: Path, rule: str) -> None:
+    """Under every rule for their scales; and config.json says which it was."""
+    recipe = rl_recipe(make_tasks(tmp_path), tmp_path / "run", quant={"enabled": True, "weight_scale": rule})
+    recipe["model"]["moe"] |= {"latent_size": 32, "expert_hidden_size": 64}
+    recipe["rl"]["rollout"] |= {"refresh": "disk", "refresh_experts": "mxfp4"}
+    (tmp_path / "run").mkdir()
+    differing, count = pool.run(refresh_packed, 1, recipe)[0]
+    assert count > 10_000
+    assert set(differing.values()) == {0}, differing
+    folder = tmp_path / "run" / "rollout_weights" / "version_00000001"
+    assert json.loads((folder / "config.json").read_text())["k3train_quant"]["weight_scale"] == rule

@@ -170,6 +170,50 @@ def test_two_phase_gradients_equal_those_of_mix() -> None:
     )
 
 
+def test_two_phase_sends_nothing_through_the_maximum() -> None:
+    """What is subtracted from the logits cancels: shifting it changes no mixture, so its gradient is left out."""
+    *bank, partial = _sources(4, 3, 8)
+    query, norm_weight = _pair(8)
+    out, running_max, denominator = (x[0] for x in phase_one(bank, query[None], norm_weight[None]))
+    assert out.requires_grad
+    assert denominator.requires_grad
+    assert not running_max.requires_grad
+    shifted = (out * torch.e, running_max - 1, denominator * torch.e)
+    torch.testing.assert_close(
+        merge(*shifted, partial, query, norm_weight), merge(out, running_max, denominator, partial, query, norm_weight)
+    )
+
+
+def test_two_phase_autocast_does_not_lower_the_precision() -> None:
+    *bank, partial = _sources(3, 4, 16)
+    query, norm_weight = _pair(16)
+    plain = phase_one(bank, query[None], norm_weight[None])
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        cast = phase_one(bank, query[None], norm_weight[None])
+        merged = merge(*(x[0] for x in cast), partial, query, norm_weight)
+    assert all(torch.equal(x, y) for x, y in zip(plain, cast))
+    assert torch.equal(merged, merge(*(x[0] for x in plain), partial, query, norm_weight))
+
+
+def test_two_phase_bad_input_is_named() -> None:
+    bank, ones = [torch.zeros(2, 4)], torch.ones(1, 4)
+    with pytest.raises(ValueError, match="phase_one got no sources"):
+        phase_one([], ones, ones)
+    with pytest.raises(ValueError, match=r"source 1 is \(3, 4\)"):
+        phase_one([*bank, torch.zeros(3, 4)], ones, ones)
+    with pytest.raises(ValueError, match=r"queries have shape \(4,\).*must be \[sublayers, 4\]"):
+        phase_one(bank, ones[0], ones[0])
+    with pytest.raises(ValueError, match="two_phase_mix backend is 'torch'; it must be one of auto, triton, reference"):
+        phase_one(bank, ones, ones, backend="torch")
+    with pytest.raises(ValueError, match=r"two_phase_mix backend 'triton' needs a CUDA device"):
+        phase_one(bank, ones, ones, backend="triton")
+    state = phase_one(bank, ones, ones)
+    with pytest.raises(ValueError, match="pass one row of each result of phase_one"):
+        merge(state[0][0], state[1], state[2], bank[0], ones[0], ones[0])
+    with pytest.raises(ValueError, match=r"query has shape \(3,\)"):
+        merge(*(x[0] for x in state), bank[0], ones[0, :3], ones[0])
+
+
 def test_bad_input_is_named() -> None:
     ones = torch.ones(4)
     with pytest.raises(ValueError, match="no sources"):

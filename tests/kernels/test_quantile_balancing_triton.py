@@ -1,6 +1,6 @@
 """The fused kernel: equal to the PyTorch path in Triton's interpreter (compiled in test_triton.py).
 
-It was never run on a GPU here; what is known of one is what the compiler says.
+It was never run on a GPU here; what is known of one is what the compiler says. `test_on_a_gpu` is ready for one.
 """
 
 import os
@@ -13,13 +13,25 @@ from k3kernels.quantile_balancing import resolve_backend, select_and_count
 
 triton = pytest.importorskip("triton", reason="Triton has no build for this machine")
 
-# Runs in its own process: TRITON_INTERPRET is read when a kernel is defined.
-INTERPRETED = """
+# Runs in its own process: TRITON_INTERPRET is read when a kernel is defined. The PyTorch path runs on the CPU.
+PROGRAM = """
+import sys
+
 import torch
 from k3kernels.quantile_balancing import select_and_count
 
 generator = torch.Generator().manual_seed(0)
-compared = 0
+device, compared = sys.argv[1], 0
+
+
+def triton(scores, bias, k, counts, mask, spacing):
+    far = [None if x is None else x.to(device) for x in (scores, bias, counts, mask)]
+    i, c = select_and_count(far[0], far[1], k, far[2], far[3], spacing, "triton")
+    if counts is not None:
+        counts.copy_(far[2])
+    return i.cpu(), c.cpu()
+
+
 for tokens, experts, k, bins in ((5, 7, 3, 64), (3, 16, 4, 1000), (4, 2, 1, 99), (2, 20, 19, 65), (1, 896, 2, 1000)):
     for kind in ("random", "ties", "alike", "nan"):
         scores = torch.rand(tokens, experts, generator=generator)
@@ -34,9 +46,8 @@ for tokens, experts, k, bins in ((5, 7, 3, 64), (3, 16, 4, 1000), (4, 2, 1, 99),
         for spacing in ("uniform", "log"):
             for mask in masks:
                 ours, theirs = (torch.ones(experts, bins, dtype=torch.int32) for _ in range(2))
-                arguments = (scores, bias, k)
-                i, c = select_and_count(*arguments, ours, mask, spacing, "triton")
-                j, d = select_and_count(*arguments, theirs, mask, spacing, "torch")
+                i, c = triton(scores, bias, k, ours, mask, spacing)
+                j, d = select_and_count(scores, bias, k, theirs, mask, spacing, "torch")
                 biased = scores + bias
                 assert all(len(set(row)) == k for row in i.tolist())
                 torch.testing.assert_close(biased.gather(1, i), biased.gather(1, j), rtol=0, atol=0, equal_nan=True)
@@ -51,19 +62,32 @@ for tokens, experts, k, bins in ((5, 7, 3, 64), (3, 16, 4, 1000), (4, 2, 1, 99),
                 else:
                     assert torch.equal(c, d) and torch.equal(ours, theirs)
                 compared += 1
-        plain = select_and_count(scores, bias, k, None, None, "uniform", "triton")
+        plain = triton(scores, bias, k, None, None, "uniform")
         assert torch.equal(plain[0], i)
 print("compared", compared)
 """
 
 
-def test_the_interpreted_kernel_is_the_pytorch_path() -> None:
-    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+def compare(device: str, **environment: str) -> None:
+    """Run the program: on the CPU in Triton's interpreter, or on a GPU."""
     done = subprocess.run(
-        [sys.executable, "-c", INTERPRETED], env=environment, capture_output=True, text=True, timeout=300
+        [sys.executable, "-c", PROGRAM, device],
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        timeout=300,
     )
     assert done.returncode == 0, done.stderr[-2000:]
     assert done.stdout.split() == ["compared", "80"]
+
+
+def test_the_interpreted_kernel_is_the_pytorch_path() -> None:
+    compare("cpu", TRITON_INTERPRET="1")
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_on_a_gpu() -> None:
+    compare("cuda", TRITON_INTERPRET="0")
 
 
 def test_the_kernel_is_chosen_on_cuda_alone() -> None:

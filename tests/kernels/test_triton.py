@@ -20,7 +20,7 @@ from k3kernels.situ import situ_glu
 
 pytest.importorskip("triton", reason="Triton has no build for this machine")
 
-COMPARED = {"situ": 19, "attention_residual": 9, "norms": 17, "convolution": 5, "loss": 9}
+COMPARED = {"situ": 19, "attention_residual": 9, "two_phase": 23, "norms": 17, "convolution": 5, "loss": 9}
 
 
 @pytest.fixture(scope="module")
@@ -74,7 +74,7 @@ def test_every_kernel_has_its_form() -> None:
         missing = {name for name in kernels if name.endswith("_kernel")} - compiled
         assert not missing, f"{module.__name__} names no form of {missing}"
     package = Path(sys.modules["k3kernels.compiled"].__file__).parent
-    files = {f"k3kernels.{path.parent.name}.triton_kernel" for path in package.glob("*/triton_kernel.py")}
+    files = {f"k3kernels.{path.parent.name}.{path.stem}" for path in package.glob("*/*_kernel.py")}
     assert files == set(MODULES)
 
 

@@ -14,7 +14,7 @@ import traceback
 from collections.abc import Callable, Sequence
 
 import torch
-from k3kernels.attention_residual import mix
+from k3kernels.attention_residual import merge, mix, phase_one
 from k3kernels.cross_entropy import cross_entropy
 from k3kernels.rms_norm import gated_rms_norm, rms_norm
 from k3kernels.short_conv import short_conv
@@ -109,6 +109,63 @@ def attention_residual(device: str) -> int:
 
     sources = [random(6, 3, seed=i) for i in range(3)]
     return done + compare(strided, [random(6, seed=8), random(6, seed=9), *sources], device, "strided")
+
+
+def two_phase(device: str) -> int:
+    """Programs that hold little, so that a row of 150 has two pieces."""
+    from k3kernels.attention_residual import phase_one_kernel
+
+    held, phase_one_kernel.HELD = phase_one_kernel.HELD, 1
+    try:
+        return two_phase_in_pieces(device)
+    finally:
+        phase_one_kernel.HELD = held
+
+
+def two_phase_in_pieces(device: str) -> int:
+    """One to nine sources and one to eighteen queries, several tiles of tokens to a program; each phase by itself, then
+    both as the mix they make."""
+    done = 0
+    cases = ((1, 1, (3, 5)), (3, 5, (2, 2, 33)), (9, 18, (1, 150)), (2, 3, (70, 6)), (2, 4, (0, 4)))
+    for (count, rows, shape), dtype in itertools.product(cases, DTYPES):
+        bank = [random(*shape, dtype=dtype, scale=3.0, seed=i) for i in range(count + 1)]
+        # Small queries, as trained ones are: where one source takes all, gradients are differences of rounded numbers.
+        vectors = [random(rows, shape[-1], dtype=dtype, scale=x, seed=seed) for x, seed in ((0.3, 20), (1.0, 21))]
+
+        def first(backend: str, queries: Tensor, norms: Tensor, *bank: Tensor) -> tuple[Tensor, ...]:
+            out, highest, denominator = phase_one(bank, queries, norms, backend=backend)
+            assert not highest.requires_grad
+            return out, denominator
+
+        done += compare(first, [*vectors, *bank[:-1]], device, (count, rows, shape, dtype))
+        with torch.no_grad():
+            state = [x[0] for x in phase_one(bank[:-1], *vectors, backend="reference")]
+
+        def second(backend: str, query: Tensor, norm: Tensor, partial: Tensor, state: list[Tensor] = state) -> Tensor:
+            dtype = torch.float32 if backend == "triton" else torch.float64
+            return merge(*(x.to(partial.device, dtype) for x in state), partial, query, norm, backend=backend)
+
+        done += compare(second, [vectors[0][0], vectors[1][0], bank[-1]], device, (count, rows, shape, dtype))
+
+    def state_gradients(backend: str, out: Tensor, denominator: Tensor, partial: Tensor, query: Tensor) -> Tensor:
+        highest = torch.linspace(-3, 3, out.shape[0]).to(out)
+        return merge(out, highest, denominator, partial, query, torch.ones_like(query), backend=backend)
+
+    leaves = [random(7, 5), random(7, seed=1).abs() + 1, random(7, 5, seed=2), random(5, seed=3)]
+    done += compare(state_gradients, leaves, device, "gradients of phase one's row")
+
+    def whole(backend: str, queries: Tensor, norms: Tensor, *sources: Tensor) -> tuple[Tensor, ...]:
+        sources = [source.mT for source in sources]
+        if backend == "reference":
+            return tuple(mix(sources, q, n, backend=backend) for q, n in zip(queries, norms))
+        rows = zip(*(x.unbind(0) for x in phase_one(sources[:-1], queries, norms, backend=backend)))
+        return tuple(merge(*row, sources[-1], q, n, backend=backend) for row, q, n in zip(rows, queries, norms))
+
+    sources = [random(2, 6, 3, scale=2.0, seed=i) for i in range(4)]
+    done += compare(whole, [random(3, 6, seed=8), random(3, 6, seed=9), *sources], device, "both phases, strided")
+    plain = whole("triton", *(x.to(device) for x in (torch.zeros(2, 6), torch.ones(2, 6), *sources)))
+    close(plain[1].cpu(), torch.stack(sources).mean(0).mT, "zero queries give the mean")
+    return done + 1
 
 
 def norms(device: str) -> int:
@@ -225,6 +282,7 @@ def loss(device: str) -> int:
 CASES: dict[str, Callable[[str], int]] = {
     "situ": situ,
     "attention_residual": attention_residual,
+    "two_phase": two_phase,
     "norms": norms,
     "convolution": convolution,
     "loss": loss,

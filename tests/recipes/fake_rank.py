@@ -1,7 +1,8 @@
 """A stand-in for a training rank: notes that it started, then does what the argument of its rank says.
 
 Arguments: a folder for notes, then one action a rank: `ok`, `exit:CODE`, `crash`, `hang`, `stubborn` (hangs and ignores
-SIGTERM), `polite` (ends with 128 + signal on SIGINT or SIGTERM), `child` (starts a process of its own and ends).
+SIGTERM), `polite` (ends with 128 + signal on SIGINT or SIGTERM), `child` (starts a process of its own and ends), or
+`saves` (on USR1 or SIGTERM it writes until the file `written` is there, and ends with 128 + the first of them).
 """
 
 from __future__ import annotations
@@ -20,6 +21,14 @@ def _end_politely(number: int, frame: FrameType | None) -> None:
     sys.exit(128 + number)
 
 
+_told: list[int] = []
+
+
+def _note(number: int, frame: FrameType | None) -> None:
+    _told.append(number)
+    print(f"told {signal.Signals(number).name}", flush=True)
+
+
 def _main() -> None:
     folder, actions = Path(sys.argv[1]), sys.argv[2:]
     rank = int(os.environ["RANK"])
@@ -30,6 +39,9 @@ def _main() -> None:
     if action == "stubborn":
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    if action == "saves":
+        signal.signal(signal.SIGUSR1, _note)
+        signal.signal(signal.SIGTERM, _note)
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"]) if action == "child" else None
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS")
     seen = ";".join(f"{name}={os.environ[name]}" for name in names)
@@ -44,6 +56,10 @@ def _main() -> None:
         sys.exit(int(action.removeprefix("exit:")))
     if action == "crash":
         raise RuntimeError("the rank broke")
+    if action == "saves":
+        while not (_told and (folder / "written").exists()):
+            time.sleep(0.01)
+        sys.exit(128 + _told[0])
     if action in ("hang", "stubborn", "polite"):
         time.sleep(600)
 

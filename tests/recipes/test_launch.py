@@ -138,6 +138,21 @@ def test_the_second_ctrl_c_kills(tmp_path: Path) -> None:
     assert not [pid for pid in pids(tmp_path) if alive(pid)]
 
 
+def test_a_warning_and_then_sigterm_are_one_request(tmp_path: Path) -> None:
+    """As Slurm sends them before a limit or a preemption: a checkpoint under way is not killed."""
+    launcher = start_launcher(tmp_path, "saves", "saves")
+    launcher.send_signal(signal.SIGUSR1)
+    log = tmp_path / "logs" / "rank1.log"
+    wait_until(lambda: "told SIGUSR1" in log.read_text(encoding="utf-8"))
+    launcher.send_signal(signal.SIGTERM)
+    for _ in range(50):  # time for a launcher that would kill to do it
+        time.sleep(0.01)
+        assert all(alive(pid) for pid in pids(tmp_path))
+    (tmp_path / "written").touch()
+    assert launcher.wait(60) == 128 + signal.SIGUSR1
+    assert log.read_text(encoding="utf-8") == "rank 1 started\ntold SIGUSR1\n"
+
+
 def test_no_orphans_when_the_launcher_is_killed(tmp_path: Path) -> None:
     launcher = start_launcher(tmp_path, "stubborn", "hang")
     launcher.kill()

@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,8 @@ ROOT = Path(__file__).resolve().parents[2]
 
 SRUN = """#!/bin/bash
 echo "srun $*" >> "$CALLS"
+[ -z "${LISTENS_LATE:-}" ] || trap '' USR1 # as slurm/agent.sh
+[ -z "${STOP_WHILE_STARTING:-}" ] || kill -USR1 $PPID
 while [[ $1 == -* ]]; do shift; done
 exec "$@"
 """
@@ -57,6 +60,21 @@ if kind == "serve":
     ready = time.time() + 1.2
     host, port = (words[words.index(name) + 1] for name in ("--host", "--port"))
     http.server.HTTPServer((host, int(port)), Handler).serve_forever()
+if "LISTENS_LATE" in os.environ:  # a signal while the modules are read is lost
+    import pathlib, signal
+    go = pathlib.Path(os.environ["LISTENS_LATE"])
+    go.with_suffix(".up").touch()
+    while not go.exists():
+        time.sleep(0.01)
+    told = []
+    signal.signal(signal.SIGUSR1, lambda number, frame: told.append(number))
+    deadline = time.time() + 15
+    while not told and time.time() < deadline:
+        time.sleep(0.01)
+    time.sleep(0.5)  # the checkpoint; told again meanwhile
+    with open(os.environ["K3TRAIN_EXIT_NOTE"], "w") as note:
+        note.write("138" if told else "5")
+    sys.exit(138 if told else 5)
 if "RANKS_REACH" in os.environ:
     with open(os.environ["K3TRAIN_CHECKPOINT_NOTE"], "w") as note:
         note.write(os.environ["RANKS_REACH"])
@@ -167,6 +185,40 @@ def test_failures_are_forgiven_while_the_job_gets_further(job: dict[str, str]) -
         assert f"failed with exit code {end}, failure {failures} in a row" in said
         assert calls.count("scontrol requeue 7") == min(number + 1, 7)  # not after the fourth in a row
     assert "not requeued (K3_MAX_FAILURES=3)" in said
+
+
+@pytest.mark.parametrize("at", ["before the step is known", "before the ranks listen"])
+def test_a_stop_request_that_nobody_hears_yet_is_repeated(job: dict[str, str], tmp_path: Path, at: str) -> None:
+    """Else the job would run into its limit, and Slurm ends it for good."""
+    go = tmp_path / "go"
+    early = {"STOP_WHILE_STARTING": "1"} if at.endswith("known") else {}
+    environment = {**job, **early, "LISTENS_LATE": str(go), "K3_REPEAT_SECONDS": "0.2"}
+    command = ["bash", str(ROOT / "slurm" / "pretrain.sbatch")]
+    script = subprocess.Popen(command, env=environment, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    try:
+        wait_for(go.with_suffix(".up").exists)
+        if not early:
+            script.send_signal(signal.SIGUSR1)
+        said = ""
+        while "told to stop (SIGUSR1)" not in said:
+            line = script.stdout.readline()
+            assert line, said
+            said += line
+        go.touch()
+        said += script.communicate(timeout=60)[0]
+    finally:
+        script.kill()
+    assert script.returncode == 138, said
+    assert "stopped on request (exit code 138); the job requeues itself" in said
+    assert Path(job["CALLS"]).read_text().count("scontrol requeue 7") == 1
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    """Poll; fails after a time that no machine needs."""
+    deadline = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
 
 
 @pytest.mark.parametrize("failing", [1, 3])

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from k3train.config.load import load_recipe
 from k3train.config.rl import EnvironmentConfig
 from k3train.data.chat.messages import ToolCall, conversation_of
 from k3train.data.chat.parse import Completion
@@ -39,9 +40,20 @@ def test_rules() -> None:
     assert [both(task(), [says(text)], 0) for text in ("42", "41")] == [1.25, 0.25]
     noise = [REWARDS["noise"](task(), [says("42")], seed) for seed in range(200)]
     assert 70 < sum(noise) < 130
-    for wrong in ({"luck": 1.0}, {}):
-        with pytest.raises(UserError, match="allowed: answer"):
-            weighted(wrong)
+    with pytest.raises(UserError, match="allowed: answer"):
+        weighted({"luck": 1.0})
+
+
+def test_rewards_that_are_named_are_the_only_ones() -> None:
+    """The schema's default is merged into what a recipe says: it must not bring the answer into a run on noise."""
+    recipe = load_recipe(["recipe=rl/k3-tiny", "rl.environments=[{tasks: x, rewards: {noise: 1.0}}, {tasks: x}]"])
+    noise, default = recipe.rl.environments
+    assert noise.rewards == {"noise": 1.0}
+    by_noise, by_default = weighted(noise.rewards), weighted(default.rewards)
+    answers = [[says("42")], [says("41")]]
+    for seed in range(20):
+        assert [by_noise(task(), turns, seed) for turns in answers] == [REWARDS["noise"](task(), [], seed)] * 2
+        assert [by_default(task(), turns, seed) for turns in answers] == [1.0, 0.0]
 
 
 def test_unit_tests() -> None:

@@ -53,6 +53,16 @@ def test_without_its_recipe_a_run_is_that_of_its_checkpoint(tmp_path: Path) -> N
     assert yaml.safe_load(saved.read_text(encoding="utf-8")) == plain
 
 
+def test_another_recipe_in_a_directory_without_a_step_is_another_run_to_wandb(tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    plain = make_run(run_dir, with_checkpoint=False)
+    (run_dir / "wandb_run_id").write_text("abc\n", encoding="utf-8")
+    assert startup._claim(run_dir, {**plain, "guards": {"max_skips": 3}}, "auto") is None  # a key that may change
+    assert (run_dir / "wandb_run_id").exists()
+    assert startup._claim(run_dir, {**plain, "optim": {**plain["optim"], "lr": 0.5}}, "auto") is None
+    assert not (run_dir / "wandb_run_id").exists()
+
+
 def test_without_its_recipe_and_with_a_damaged_marker(tmp_path: Path) -> None:
     plain = make_run(tmp_path / "run")
     (tmp_path / "run" / startup.CONFIG_FILE).unlink()

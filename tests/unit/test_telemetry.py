@@ -205,10 +205,11 @@ def test_a_fresh_start_in_a_used_directory_begins_at_nothing(tmp_path: Path) -> 
     assert not [record for record in read_metrics(tmp_path, "event") if record["level"] == "warning"]
 
 
-def test_a_first_attempt_without_a_step_is_another_run(tmp_path: Path) -> None:
+def test_a_first_attempt_without_a_step_is_the_same_run(tmp_path: Path) -> None:
+    """W&B has its evaluation of step 0, and a requeue in the first step must not begin a second run."""
     first = start(tmp_path)
     first.evaluation({"step": 0, "loss": 7.0})
-    assert start(tmp_path).run_id != first.run_id
+    assert start(tmp_path).run_id == first.run_id
 
 
 def test_lines_are_on_the_disk_when_a_checkpoint_is_to_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

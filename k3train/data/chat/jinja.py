@@ -5,8 +5,9 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import datetime
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +15,12 @@ import jinja2
 import jinja2.ext
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from k3train.data.chat.messages import Conversation, Message
+from k3train.data.chat.messages import ROLES, Conversation, Message
 from k3train.data.chat.segments import Segment
 from k3train.errors import UserError
 
-# Noncharacters of Unicode: no text has them. One is put into every text that spells a special token, so that the
-# token which the template itself writes can be told from it.
+# Noncharacters of Unicode, which texts have no use for. One that the conversation lacks is put into every text that
+# spells a special token, so that the token which the template itself writes can be told from it.
 _BREAKS = ("\ufdd0", "\ufdd1", "\ufdd2")
 
 
@@ -49,6 +50,7 @@ class JinjaTemplate:
         self.source, self._text, self._variables = source, text, variables
         self._special = sorted(special, key=len, reverse=True)
         self._pattern = re.compile("|".join(map(re.escape, self._special))) if special else None
+        self._firsts = re.compile("[" + re.escape("".join({token[0] for token in special})) + "]") if special else None
         try:
             self._template = environment.from_string(text)
         except jinja2.TemplateError as error:
@@ -95,15 +97,20 @@ class JinjaTemplate:
         """The conversation in pieces.
 
         Raises:
-            UserError: the template refuses it, or rewrites earlier messages.
+            UserError: the template refuses it, rewrites earlier messages, or makes a special token out of its texts.
         """
         messages = [_plain(message) for message in conversation.messages]
-        mark = self._mark(json.dumps([messages, conversation.tools], ensure_ascii=False))
-        messages, tools = self._broken(messages, mark), self._broken(conversation.tools, mark)
-        options = {"tools": tools, "enable_thinking": conversation.thinking, "thinking": conversation.thinking}
+        source, tools = conversation.source, conversation.tools
+        mark = self._mark(json.dumps([messages, tools], ensure_ascii=False), source)
+        options = {"enable_thinking": conversation.thinking, "thinking": conversation.thinking}
         options |= {} if conversation.effort is None else {"reasoning_effort": conversation.effort}
-        source = conversation.source
+        given = [messages, tools]
+        messages, options["tools"] = _every_text(given, lambda text: self._broken(text, mark))
+        guarded, guarded_tools = _every_text(given, lambda text: self._guarded(text, mark))
         whole = self._render(messages, generation, options, source)
+        if [guarded, guarded_tools] != [messages, options["tools"]]:
+            twin = self._render(guarded, generation, {**options, "tools": guarded_tools}, source)
+            self._check_forged(whole, twin, source)
         spans = list(self._spans(conversation, messages, whole, options))
         return [
             piece
@@ -136,16 +143,46 @@ class JinjaTemplate:
         except (jinja2.TemplateError, TypeError, ValueError, KeyError, AttributeError) as error:
             raise UserError(f"{source}: the template {self.source} refuses it: {error}") from error
 
-    def _mark(self, text: str) -> str:
-        return next(mark for mark in _BREAKS if mark not in text) if self._pattern else ""
+    def _mark(self, text: str, source: str) -> str:
+        if not self._pattern:
+            return ""
+        mark = next((mark for mark in _BREAKS if mark not in text), None)
+        if mark is None:
+            raise UserError(
+                f"{source} has each of the characters U+FDD0, U+FDD1 and U+FDD2, which are no text, so none is left to"
+                " tell special tokens that a text spells from the template's; take one of them out"
+            )
+        return mark
 
-    def _broken(self, value: Any, mark: str) -> Any:
-        """The same with `mark` behind the first character of every special token that a text spells."""
-        if isinstance(value, str):
-            return self._pattern.sub(lambda m: m[0][0] + mark + m[0][1:], value) if self._pattern else value
-        if isinstance(value, dict):
-            return {key: self._broken(item, mark) for key, item in value.items()}
-        return [self._broken(item, mark) for item in value] if isinstance(value, list) else value
+    def _broken(self, text: str, mark: str) -> str:
+        """`text` with `mark` behind the first character of every special token that it spells."""
+        return self._pattern.sub(lambda m: m[0][0] + mark + m[0][1:], text) if self._pattern else text
+
+    def _guarded(self, text: str, mark: str) -> str:
+        """`text` with marks such that no special token can have a character of it.
+
+        One behind each character that a special token begins with, and at both ends where `text` (or what is left
+        without blanks at its ends) can go on in a token or end one that others begin.
+        """
+        if not self._pattern:
+            return text
+        bare = text.strip()
+        ends = bare and any(
+            bare in token or any(bare.startswith(token[at:]) for at in range(1, len(token))) for token in self._special
+        )
+        # A token of one character cannot be broken, so here it is left out.
+        inner = self._firsts.sub(lambda m: mark if m[0] in self._special else m[0] + mark, text)
+        return mark + inner + mark if ends else inner
+
+    def _check_forged(self, whole: str, guarded: str, source: str) -> None:
+        """Refuse where special tokens that the template wrote were made of texts, in part or from several of them."""
+        found, allowed = (self._pattern.findall(text) for text in (whole, guarded))
+        if found != allowed:
+            token = next(a or b for a, b in zip_longest(found, allowed) if a != b)
+            raise UserError(
+                f"{source}: texts of the conversation become part of the special token {token} where the template"
+                f" {self.source} writes them; change the texts, or put something between them in the template"
+            )
 
     def _cut(self, text: str, mark: str, trained: bool) -> Iterator[Segment]:
         at = 0
@@ -164,6 +201,19 @@ class _GenerationBlock(jinja2.ext.Extension):
     def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
         next(parser.stream)
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _every_text(value: Any, change: Callable[[str], str]) -> Any:
+    """The same with `change` done to all texts and to the names of keys, but not to roles and kinds."""
+    if isinstance(value, str):
+        return change(value)
+    if isinstance(value, dict):
+        fixed = {"role": ROLES, "type": ("function",)}  # templates ask for these, and make tokens of roles
+        return {
+            change(key): item if item in fixed.get(key, ()) else _every_text(item, change)
+            for key, item in value.items()
+        }
+    return [_every_text(item, change) for item in value] if isinstance(value, list) else value
 
 
 def _text(text: str, mark: str, trained: bool) -> Iterator[Segment]:

@@ -28,32 +28,22 @@ def mix_reference(sources: Sequence[Tensor], query: Tensor, norm_weight: Tensor,
     return torch.matmul(weights.unsqueeze(-2), values).squeeze(-2).to(sources[0].dtype)
 
 
-def phase_one(
+def phase_one_reference(
     bank: Sequence[Tensor], queries: Tensor, norm_weights: Tensor, eps: float = 1e-5
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Attend from all queries of a block over its finished blocks at once (K3 report §5.2.2, phase 1).
-
-    Args:
-        bank: n >= 1 finished block sums, each [..., h].
-        queries: [q, h], one row a sublayer.
-        norm_weights: [q, h], the key norm's weight of each sublayer.
-        eps: added to the mean square of a source.
-
-    Returns:
-        The un-normalised output [q, ..., h], the running maximum of the logits [q, ...] and the softmax
-        denominator [q, ...], in at least fp32. Row i goes to :func:`merge`.
-    """
+    """Attend from all queries of a block over its finished blocks at once; see :func:`two_phase.phase_one`."""
     compute_dtype = torch.promote_types(bank[0].dtype, torch.float32)
     values = torch.stack([source.to(compute_dtype) for source in bank])
     folded = queries.to(compute_dtype) * norm_weights.to(compute_dtype)
     logits = torch.stack([_logits(values, row, eps) for row in folded])
-    running_max = logits.amax(dim=1)
+    # A mixture does not depend on what is subtracted from its logits, so nothing flows through the maximum.
+    running_max = logits.detach().amax(dim=1)
     exponentials = torch.exp(logits - running_max.unsqueeze(1))
     out = torch.einsum("qn...,n...h->q...h", exponentials, values)
     return out, running_max, exponentials.sum(dim=1)
 
 
-def merge(
+def merge_reference(
     out: Tensor,
     running_max: Tensor,
     denominator: Tensor,
@@ -62,23 +52,12 @@ def merge(
     norm_weight: Tensor,
     eps: float = 1e-5,
 ) -> Tensor:
-    """Add the running partial sum to one row of phase one by online softmax (K3 report §5.2.2, phase 2).
-
-    Args:
-        out: [..., h], un-normalised, from :func:`phase_one`.
-        running_max: [...], maximum of the logits so far.
-        denominator: [...], sum of exponentials so far.
-        partial: [..., h], the block's partial sum; None for the first sublayer of a block, which has none.
-        query: [h]. norm_weight: [h]. eps: as in phase one.
-
-    Returns:
-        [..., h], equal to ``mix([*bank, partial], ...)``; in ``partial``'s dtype, or ``out``'s without one.
-    """
+    """Add the running partial sum to one row of phase one by online softmax; see :func:`two_phase.merge`."""
     if partial is None:
         return out / denominator.unsqueeze(-1)
     value = partial.to(out.dtype)
     logit = _logits(value, query.to(out.dtype) * norm_weight.to(out.dtype), eps)
-    new_max = torch.maximum(running_max, logit)
-    old_scale, new_scale = torch.exp(running_max - new_max), torch.exp(logit - new_max)
+    new_max = torch.maximum(running_max, logit).detach()
+    old_scale, new_scale = torch.exp(running_max.detach() - new_max), torch.exp(logit - new_max)
     total = old_scale.unsqueeze(-1) * out + new_scale.unsqueeze(-1) * value
     return (total / (old_scale * denominator + new_scale).unsqueeze(-1)).to(partial.dtype)

@@ -138,9 +138,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-5, *, backend: str = "au
     return _RmsNorm.apply(x, weight, eps)
 
 
-def gated_rms_norm(
-    x: Tensor, gate: Tensor, weight: Tensor, eps: float = 1e-5, *, backend: str = "auto"
-) -> Tensor:
+def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float = 1e-5, *, backend: str = "auto") -> Tensor:
     """``sigmoid(gate) * rms_norm(x, weight)`` over the last dim: KDA's output, per head (K3 report §2.1).
 
     Computed in fp32 (fp64 for fp64 inputs) and cast once, to ``x.dtype``. Keeps ``x``, ``gate``, ``weight``

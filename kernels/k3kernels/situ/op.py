@@ -162,9 +162,7 @@ class _TritonGlu(torch.autograd.Function):
     """The Triton kernels, over gate and up as they lie."""
 
     @staticmethod
-    def forward(
-        ctx: FunctionCtx, gate: Tensor, up: Tensor, situ: bool, beta: float, linear_beta: float
-    ) -> Tensor:
+    def forward(ctx: FunctionCtx, gate: Tensor, up: Tensor, situ: bool, beta: float, linear_beta: float) -> Tensor:
         from k3kernels.situ.triton_kernel import glu_forward
 
         ctx.save_for_backward(gate, up)
