@@ -131,7 +131,9 @@ class RLStage:
         made = examples(groups, self.rl.objective, version, self._scores)
         rank, ranks = parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
         micro = config.train.micro_batch_size
-        batch = pack(made, config.train.seq_length, micro * ranks, self.tokenizer.pad)
+        # Megatron's interleaved schedule runs micro-batches in groups of as many as the pipeline has ranks.
+        together = config.parallel.pipeline if config.parallel.virtual_pipeline > 1 else 1
+        batch = pack(made, config.train.seq_length, micro * ranks * together, self.tokenizer.pad)
         self._rows = len(batch["tokens"])
         return micro_batches(batch, micro, rank, ranks)
 
@@ -241,13 +243,17 @@ class RLStage:
         return self.budgets.budget(environment, task, effort, version)
 
     def _measure_budgets(self, version: int) -> None:
-        """b0 of every training task from the start model, single-turn."""
+        """b0 of every training task that states an effort (others have no budget) from the start model, single-turn.
+
+        All at once: later there is no start model to ask (docs/rl.md).
+        """
         self._refresh(version)  # a server may still hold whatever it was started with
         sampling = SamplingConfig(self.rl.rollout.max_new_tokens, seed=self.config.train.seed)
         for number, source in enumerate(self.rollouts.sources):
-            prompts = [self.rollouts.prompt(source.environment.conversation(task)) for task in source.tasks]
+            asked = [(index, task) for index, task in enumerate(source.tasks) if task.effort is not None]
+            prompts = [self.rollouts.prompt(source.environment.conversation(task)) for _, task in asked]
             answers = self._answers(prompts, sampling, version, self.rl.effort.samples)
-            for index, (task, texts) in enumerate(zip(source.tasks, answers)):
+            for (index, task), texts in zip(asked, answers):
                 read = [self.chat.answer(tokens, task.conversation.thinking) for tokens in texts]
                 right = [float(answer.complete and task.is_right(answer.response)) for answer in read]
                 thinking = self.rl.effort.counts == "thinking"

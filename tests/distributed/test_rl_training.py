@@ -298,6 +298,28 @@ def test_rollouts_from_a_server(pool: Any, tasks: Path, tmp_path: Path, server: 
         assert ours["rollout"]["failures"] == 0
 
 
+@pytest.mark.parametrize("virtual", [1, 2])
+def test_a_pipeline_trains_on_rollouts_from_a_server(
+    pool: Any, tasks: Path, tmp_path: Path, server: Any, virtual: int
+) -> None:
+    """Two stages, or two with two chunks each, give the numbers of one rank; rows need no even number of
+    micro-batches."""
+    found = {}
+    for name, ranks, parallel in (("one", 1, {}), ("pp", 2, {"pipeline": 2, "virtual_pipeline": virtual})):
+        changes = {"train__steps": 2, "train__eval_interval": 1, "train__seq_length": 160, "parallel": parallel}
+        recipe = rl_recipe(tasks, tmp_path / name, **changes)
+        recipe["rl"]["rollout"] |= {"engine": "openai", "url": server.url}
+        results = pool.run(train_rl, ranks, recipe)
+        assert {code for code, _ in results} == {0}, results
+        found[name] = steps(tmp_path / name)
+    assert any(line["packed_rows"] % 2 for line in found["one"])
+    for ours, one_rank in zip(found["pp"], found["one"], strict=True):
+        assert (ours["reward"], ours["trained_tokens"]) == (one_rank["reward"], one_rank["trained_tokens"])
+        assert ours["loss"] == pytest.approx(one_rank["loss"], rel=1e-4, abs=1e-6)
+        assert ours["grad_norm"] == pytest.approx(one_rank["grad_norm"], rel=1e-3)
+        assert abs(ours["rollout_kl"]) < 1e-9
+
+
 LAYOUTS = {
     "dp2": (2, {}),
     "tp2": (2, {"parallel__tensor": 2}),

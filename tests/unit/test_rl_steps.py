@@ -157,6 +157,33 @@ def test_with_a_server_answers_are_taken_up_as_they_come() -> None:
     assert all(s.reward == 2.0 for g in groups.values() for s in g.samples if len(s.turns) == 2)
 
 
+def test_budgets_are_measured_of_tasks_that_state_an_effort() -> None:
+    """The others have none, so the start model is not asked about them; each task keeps its number."""
+    from types import SimpleNamespace
+
+    from k3train.config.rl import EffortConfig
+    from k3train.rl.effort import Budgets
+    from k3train.stages.rl import RLStage
+
+    mixed = [task for pair in zip(tasks(3, effort="low"), tasks(3)) for task in pair]
+    effort = EffortConfig(enabled=True, counts="output", least=1)
+    queue = SimpleNamespace(
+        sources=[Source(mixed, Environment(by_length))],
+        prompt=lambda conversation: (int(conversation.messages[0]["content"][0]),),
+    )
+    stage = SimpleNamespace(
+        rollouts=queue,
+        rl=RLConfig(effort=effort),
+        config=SimpleNamespace(train=SimpleNamespace(seed=1)),
+        budgets=Budgets(effort),
+        chat=Chat(),
+        _refresh=lambda version: None,
+        _answers=lambda prompts, sampling, version, samples: [[[1] * (p[0] + 2)] * samples for p in prompts],
+    )
+    RLStage._measure_budgets(stage, 0)
+    assert stage.budgets.base == {(0, 0): 2.0, (0, 2): 3.0, (0, 4): 4.0}
+
+
 class Waits(Environment):
     """Rewards only once generation has paused, or reached a token."""
 
