@@ -169,6 +169,29 @@ def test_round_up_clips_nothing_and_floor_does(element: str) -> None:
     assert clipped["floor"] > clipped["nearest"]
 
 
+@pytest.mark.parametrize(
+    ("element", "largest", "step", "turn"), [("e2m1", 6.0, 2.0, 7.0), ("e4m3", 448.0, 32.0, 496.0)]
+)
+def test_how_far_nearest_clips_and_what_becomes_infinite(
+    element: str, largest: float, step: float, turn: float
+) -> None:
+    """`turn` is where the next scale begins; and half-way between the last code below 2^128 and that."""
+
+    def rounded(value: float, rule: str) -> float:
+        return mx.quantize_dequantize(torch.tensor([[value] + [0.0] * 31]), element, rule)[0, 0].item()
+
+    below = float(torch.nextafter(torch.tensor(turn), torch.tensor(0.0)))
+    assert rounded(below, "nearest") == largest
+    assert (below - largest) / step == pytest.approx(0.5 if element == "e2m1" else 1.5, rel=1e-6)
+    assert rounded(turn, "nearest") > turn
+    half_way = {"e2m1": 1.75, "e4m3": 1.9375}[element] * 2.0**127
+    assert half_way == pytest.approx({"e2m1": 2.98e38, "e4m3": 3.30e38}[element], rel=2e-3)
+    assert math.isinf(rounded(half_way, "round_up"))
+    assert math.isinf(rounded(half_way, "nearest"))
+    assert math.isfinite(rounded(half_way, "floor"))
+    assert math.isfinite(rounded(half_way * (1 - 2**-23), "round_up"))
+
+
 @pytest.mark.parametrize("element", TABLES)
 @pytest.mark.parametrize("rule", RULES)
 def test_zeros_subnormals_infinities_and_nans(element: str, rule: str) -> None:

@@ -30,10 +30,12 @@ class Element:
 
         The scale is 2^(exponent - max_exponent), so a carry out of the mantissa doubles it:
 
-        * round_up: where the magnitude would exceed `largest`, 2^ceil(log2(amax / largest)). Nothing is ever clipped.
+        * round_up: where the magnitude would exceed `largest`, 2^ceil(log2(amax / largest)). Nothing is ever clipped;
+          what is nearer to 2^128 than to the code below it (from 2.98e38 on in E2M1, 3.30e38 in E4M3) becomes infinite.
         * floor: never, 2^(floor(log2 amax) - max_exponent), section 6.3. Clips what lies beyond `largest`.
         * nearest: where the magnitude, rounded to the element's mantissa with ties away from zero, is the next power
-          of two. Clips by less than half a step; called "even" elsewhere, and compressed-tensors' rule for MXFP4.
+          of two. Clips by less than half a step in E2M1, and by less than one and a half in E4M3, whose last code
+          before the next power of two is NaN; called "even" elsewhere, and compressed-tensors' rule for MXFP4.
 
         Raises:
             ValueError: unknown rule.
