@@ -162,6 +162,40 @@ def test_experts_are_rounded_from_here_on_and_adapters_train_beside_them(
     assert all(adapted[name].any() for name in added), "an adapter is still where it began"
 
 
+def test_a_run_finds_what_encode_data_made(pool: Any, folder: Path, tmp_path: Path) -> None:
+    """Under the very names, so that no rank encodes anything."""
+    from k3train.config.load import recipe_from_dict
+    from k3train.data.chat.encode_cli import encode
+
+    recipe = chat_recipe(folder, tmp_path, train__steps=1)
+    encode(recipe_from_dict(recipe), workers=1)
+    notes = {path: path.stat().st_ino for path in (tmp_path / "sft_cache").glob("*/set.json")}
+    assert sorted(path.parent.name.split("-")[0] for path in notes) == ["train", "valid"]
+    assert [code for code, _ in pool.run(fine_tune, 2, recipe)] == [0, 0]
+    assert {path: path.stat().st_ino for path in (tmp_path / "sft_cache").glob("*/set.json")} == notes
+
+
+def fine_tune_in_small_parts(rank: int, world_size: int, recipe: dict[str, Any]) -> tuple[int | str, dict]:
+    from k3train.data.chat import encode
+
+    usual, encode.PART_BYTES = encode.PART_BYTES, 500
+    try:
+        return fine_tune(rank, world_size, recipe)
+    finally:
+        encode.PART_BYTES = usual
+
+
+def test_ranks_do_not_wait_longer_than_they_can(pool: Any, folder: Path, tmp_path: Path) -> None:
+    """A set that takes too long to encode ends in one sentence on all of them; one rank alone may take its time."""
+    recipe = chat_recipe(folder, tmp_path, train__steps=1)
+    recipe["run"]["timeout_minutes"] = 1e-7
+    told = "run `k3train encode-data` with the same recipe and --workers N first (1 of "
+    for message, _ in pool.run(fine_tune_in_small_parts, 2, recipe):
+        assert told in message
+    recipe["guards"] = {"hang_minutes": 0}
+    assert [code for code, _ in pool.run(fine_tune_in_small_parts, 1, recipe)] == [0]
+
+
 def test_starting_weights_are_loaded_and_checked(pool: Any, folder: Path, tmp_path: Path) -> None:
     """A pretrained run's weights begin the run; other models, tokenizers and Hugging Face folders are told."""
     base = tmp_path / "base"

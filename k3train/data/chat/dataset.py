@@ -7,8 +7,8 @@ import hashlib
 import numpy as np
 import torch
 
+from k3train.data.chat.encoded import EncodedSet
 from k3train.data.chat.packing import epoch_order, first_fit_decreasing, grouped_order
-from k3train.data.chat.store import EncodedSet
 
 
 class ChatRows(torch.utils.data.Dataset):
