@@ -82,6 +82,21 @@ def test_an_interrupted_run_continues_bit_for_bit(
     assert held_out[-1] < held_out[0]
 
 
+def test_rows_of_like_length_continue_bit_for_bit(pool: Any, folder: Path, tmp_path: Path) -> None:
+    """Stopped within an epoch of grouped rows: the same rows follow, padded to the same lengths."""
+    runs = {}
+    for name, signals in (("whole", (0,)), ("halves", (3, 0))):
+        recipe = chat_recipe(folder, tmp_path / name, sft={"batching": "grouped"})
+        for signal_at in signals:
+            ((code, runs[name]),) = pool.run(fine_tune, 1, recipe, signal_at)
+            assert code == (128 + 15 if signal_at else 0), code
+    assert lines(tmp_path / "halves", "train") == lines(tmp_path / "whole", "train")
+    assert lines(tmp_path / "halves", "eval") == lines(tmp_path / "whole", "eval")
+    assert all(torch.equal(runs["halves"][name], runs["whole"][name]) for name in runs["whole"])
+    tokens = [line["tokens"] for line in lines(tmp_path / "whole", "train")]
+    assert len({b - a for a, b in zip([0, *tokens], tokens)}) > 1  # steps are of different lengths
+
+
 LAYOUTS = {
     "dp2": (2, {}),
     "one rank, two rows a micro-batch": (1, {"train__micro_batch_size": 2}),
