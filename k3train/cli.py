@@ -130,6 +130,12 @@ def _show_data_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("overrides", nargs="+", metavar="key=value", help="a recipe, such as recipe=sft/k3-tiny")
 
 
+def _encode_data_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--workers", type=int, default=1, metavar="N", help="processes (default 1)")
+    parser.add_argument("-cd", "--config-dir", metavar="DIR", help="look for more recipes in DIR")
+    parser.add_argument("overrides", nargs="+", metavar="key=value", help="the recipe as it will be run")
+
+
 def _eval_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--checkpoint", required=True, metavar="DIR", help="a checkpoint, or a run's checkpoints")
     parser.add_argument("--tasks", metavar="FILE", help="tasks with answers (tools/make_tasks.py makes some)")
@@ -205,6 +211,7 @@ VERBS: dict[str, tuple[str, str, Callable[[argparse.ArgumentParser], None]]] = {
     "score": ("log-probabilities of given tokens", "k3train.rollout.score_cli", _score_arguments),
     "eval": ("exact match, pass@k and perplexity", "k3train.rollout.eval_cli", _eval_arguments),
     "show-data": ("conversations, and what is trained on", "k3train.data.chat.show", _show_data_arguments),
+    "encode-data": ("encode conversations before a run", "k3train.data.chat.encode_cli", _encode_data_arguments),
     "serve": ("answer completion requests over HTTP", "k3train.rollout.serve_cli", _serve_arguments),
     "import": ("make a checkpoint of a Hugging Face folder", "k3train.hf.import_cli", _import_arguments),
     "export": ("make a Hugging Face folder of a checkpoint", "k3train.hf.export_cli", _export_arguments),
@@ -257,7 +264,7 @@ def _run(argv: list[str]) -> int:
 
 
 def _help() -> str:
-    verbs = [f"  {name:<10} {what}" for name, (what, _, _) in VERBS.items()]
+    verbs = [f"  {name:<11} {what}" for name, (what, _, _) in VERBS.items()]
     recipes = ", ".join(available_recipes())
     return "\n".join([USAGE + "\n".join(verbs), "", f"Recipes: {recipes}"])
 

@@ -14,6 +14,13 @@ EFFORTS = ("low", "high", "max")
 NAMED_TEMPLATES = ("k3", "tokenizer")
 
 
+def reads_conversations(config: RecipeConfig) -> bool:
+    """Whether the stage trains on `sft.train`."""
+    if config.stage.name == "draft":
+        return config.draft.data == "conversations"
+    return config.stage.name in ("sft", "distill")
+
+
 def check_sft(config: RecipeConfig) -> None:
     """Refuse a section `sft` that names no data, or values that do not exist."""
     sft, example = config.sft, "sft.train=[data/tasks/train.jsonl]"

@@ -8,14 +8,9 @@ import fcntl
 import gc
 import hashlib
 import json
-import multiprocessing
 import os
 import shutil
-import signal
-import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import ProcessPoolExecutor, as_completed
-from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -38,6 +33,7 @@ from k3train.data.shards import (
 )
 from k3train.data.sources import Segment, cut_segments, find_sources
 from k3train.data.tokenizer import Tokenizer, train_tokenizer
+from k3train.data.workers import results_of
 from k3train.errors import UserError
 
 _MIN_SHARD_BYTES = 1 << 20
@@ -230,57 +226,10 @@ def _run(work: _Work, shards: list[Shard], workers: int, on_progress: Callable[[
 
     show()
     todo = [index for index in range(len(shards)) if index not in results]
-    for index, result in _results(work, shards, todo, workers):
-        results[index] = result
+    for place, result in results_of(work.process, [shards[index] for index in todo], workers, __name__):
+        results[todo[place]] = result
         show()
     return [results[index] for index in range(len(shards))]
-
-
-def _results(work: _Work, shards: list[Shard], todo: list[int], workers: int) -> Iterator[tuple[int, dict]]:
-    """(shard number, result) as they come."""
-    workers = min(workers, len(todo))
-    if workers <= 1:
-        for index in todo:
-            yield index, work.process(shards[index])
-        return
-    # Not forked from this process: its tokenizer may have threads, which a fork would leave in a locked
-    # state. A fork server imports the libraries once for all workers.
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([__name__])
-    with ProcessPoolExecutor(workers, context, initializer=_start_worker, initargs=(work,)) as pool:
-        futures = {pool.submit(_process_in_worker, shards[index]): index for index in todo}
-        try:
-            for future in as_completed(futures):
-                yield futures[future], future.result()
-        except BrokenProcessPool as error:
-            raise UserError(
-                "A worker process was killed, most likely for want of memory; finished shards are kept, run "
-                f"the same command again with fewer --workers than {workers}."
-            ) from error
-        finally:
-            pool.shutdown(cancel_futures=True)
-
-
-_worker_work: _Work | None = None
-
-
-def _start_worker(work: _Work) -> None:
-    """Keep what all shards share, and end this worker when its parent is gone, however that ended."""
-    global _worker_work
-    _worker_work = work
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the workers are the parallelism
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides; a shard begun is finished and kept
-    parent = multiprocessing.parent_process()
-
-    def watch() -> None:
-        parent.join()
-        os._exit(1)
-
-    threading.Thread(target=watch, daemon=True).start()
-
-
-def _process_in_worker(shard: Shard) -> dict:
-    return _worker_work.process(shard)
 
 
 def _assemble(partial: Path, work: _Work, shards: list[Shard], results: list[dict]) -> dict:

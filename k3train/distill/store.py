@@ -19,7 +19,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from k3train.config.distill import DistillConfig
-from k3train.data.chat.store import EncodedSet
+from k3train.data.chat.encoded import EncodedSet
 from k3train.distill.teacher import Said, what_it_says
 from k3train.hf.together import check_space, together
 from k3train.model.model import K3Model

@@ -110,12 +110,20 @@ def read_tasks(path: str | Path) -> list[Task]:
     with.
 
     Raises:
-        UserError: the file cannot be read, or a row is no task.
+        UserError: the file cannot be read, a row is no task, or two have one id.
     """
-    tasks = [_task(row, source, number) for number, (row, source) in enumerate(read_conversation_rows([str(path)]))]
+    tasks: dict[str, Task] = {}
+    for number, (row, source) in enumerate(read_conversation_rows([str(path)])):
+        task = _task(row, source, number)
+        if task.id in tasks:
+            raise UserError(
+                f"{source}: id is {task.id!r}, as of a task before it, and answers are counted by id; give each task"
+                " its own (without one it has the number of its row, from 0)"
+            )
+        tasks[task.id] = task
     if not tasks:
         raise UserError(f"{path} holds no tasks; tools/make_tasks.py makes some")
-    return tasks
+    return list(tasks.values())
 
 
 def _task(row: Any, source: str, number: int) -> Task:
@@ -134,7 +142,7 @@ def _task(row: Any, source: str, number: int) -> Task:
     messages = reference.messages
     conversation = replace(reference, messages=messages[:-1]) if messages[-1]["role"] == "assistant" else reference
     return Task(
-        id=str(row.get("id") or number),
+        id=str(number if row.get("id") in (None, "") else row["id"]),
         family=str(row.get("family") or "all"),
         conversation=conversation,
         answer=answer,

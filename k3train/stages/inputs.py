@@ -5,6 +5,7 @@ Imports no torch, so that a wrong path is told at once. The ranks ask again: the
 
 from __future__ import annotations
 
+from k3train.config.rules_sft import reads_conversations
 from k3train.config.schema import RecipeConfig
 from k3train.data.chat.encoder import make_encoder
 from k3train.data.corpus import check_corpus
@@ -36,9 +37,7 @@ def check_inputs(config: RecipeConfig) -> None:
 
 
 def _check_texts(config: RecipeConfig, tokenizer: Tokenizer) -> None:
-    conversations = config.stage.name in ("sft", "distill")
-    if config.stage.name == "draft":
-        conversations = config.draft.data == "conversations"
+    conversations = reads_conversations(config)
     reads_corpora = config.stage.name != "draft" or not conversations
     corpora = [*config.data.train, *(config.data.valid if config.train.eval_samples else [])]
     for corpus in corpora if reads_corpora else ():

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
 from k3train.config.schema import RecipeConfig
 from k3train.data.chat.dataset import ChatRows
+from k3train.data.chat.encode import cache_of
 from k3train.data.chat.encoder import make_encoder
 from k3train.data.chat.store import encoded_set
 from k3train.data.chat.usable import describe_counts
@@ -49,11 +49,11 @@ class SftStage(PretrainStage):
         train, sft = config.train, config.sft
         tokenizer = fitting_tokenizer(config)
         encoder = make_encoder(sft, tokenizer, config.data.tokenizer)
-        cache = Path(config.data.cache_dir or Path(config.run.dir) / "sft_cache")
+        cache, patience = cache_of(config), config.run.timeout_minutes
         multiple = row_multiple(config)
 
         def rows(inputs: list[str], name: str, samples: int, batch: int, seed: int) -> ChatRows:
-            encoded = encoded_set(inputs, sft, encoder, train.seq_length, cache, name)
+            encoded = encoded_set(inputs, sft, encoder, train.seq_length, cache, name, patience)
             length, kind = train.seq_length, sft.batching
             made = self.rows_type(encoded, length, batch, kind, seed, samples, tokenizer.pad, multiple)
             if name == "train" and sft.epochs is not None:

@@ -82,6 +82,21 @@ def test_an_interrupted_run_continues_bit_for_bit(
     assert held_out[-1] < held_out[0]
 
 
+def test_rows_of_like_length_continue_bit_for_bit(pool: Any, folder: Path, tmp_path: Path) -> None:
+    """Stopped within an epoch of grouped rows: the same rows follow, padded to the same lengths."""
+    runs = {}
+    for name, signals in (("whole", (0,)), ("halves", (3, 0))):
+        recipe = chat_recipe(folder, tmp_path / name, sft={"batching": "grouped"})
+        for signal_at in signals:
+            ((code, runs[name]),) = pool.run(fine_tune, 1, recipe, signal_at)
+            assert code == (128 + 15 if signal_at else 0), code
+    assert lines(tmp_path / "halves", "train") == lines(tmp_path / "whole", "train")
+    assert lines(tmp_path / "halves", "eval") == lines(tmp_path / "whole", "eval")
+    assert all(torch.equal(runs["halves"][name], runs["whole"][name]) for name in runs["whole"])
+    tokens = [line["tokens"] for line in lines(tmp_path / "whole", "train")]
+    assert len({b - a for a, b in zip([0, *tokens], tokens)}) > 1  # steps are of different lengths
+
+
 LAYOUTS = {
     "dp2": (2, {}),
     "one rank, two rows a micro-batch": (1, {"train__micro_batch_size": 2}),
@@ -160,6 +175,40 @@ def test_experts_are_rounded_from_here_on_and_adapters_train_beside_them(
     added = {name for name in adapted if name not in plain}
     assert added == {name for name in adapted if ".lora." in name} != set()
     assert all(adapted[name].any() for name in added), "an adapter is still where it began"
+
+
+def test_a_run_finds_what_encode_data_made(pool: Any, folder: Path, tmp_path: Path) -> None:
+    """Under the very names, so that no rank encodes anything."""
+    from k3train.config.load import recipe_from_dict
+    from k3train.data.chat.encode_cli import encode
+
+    recipe = chat_recipe(folder, tmp_path, train__steps=1)
+    encode(recipe_from_dict(recipe), workers=1)
+    notes = {path: path.stat().st_ino for path in (tmp_path / "sft_cache").glob("*/set.json")}
+    assert sorted(path.parent.name.split("-")[0] for path in notes) == ["train", "valid"]
+    assert [code for code, _ in pool.run(fine_tune, 2, recipe)] == [0, 0]
+    assert {path: path.stat().st_ino for path in (tmp_path / "sft_cache").glob("*/set.json")} == notes
+
+
+def fine_tune_in_small_parts(rank: int, world_size: int, recipe: dict[str, Any]) -> tuple[int | str, dict]:
+    from k3train.data.chat import encode
+
+    usual, encode.PART_BYTES = encode.PART_BYTES, 500
+    try:
+        return fine_tune(rank, world_size, recipe)
+    finally:
+        encode.PART_BYTES = usual
+
+
+def test_ranks_do_not_wait_longer_than_they_can(pool: Any, folder: Path, tmp_path: Path) -> None:
+    """A set that takes too long to encode ends in one sentence on all of them; one rank alone may take its time."""
+    recipe = chat_recipe(folder, tmp_path, train__steps=1)
+    recipe["run"]["timeout_minutes"] = 1e-7
+    told = "run `k3train encode-data` with the same recipe and --workers N first (1 of "
+    for message, _ in pool.run(fine_tune_in_small_parts, 2, recipe):
+        assert told in message
+    recipe["guards"] = {"hang_minutes": 0}
+    assert [code for code, _ in pool.run(fine_tune_in_small_parts, 1, recipe)] == [0]
 
 
 def test_starting_weights_are_loaded_and_checked(pool: Any, folder: Path, tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from k3train.config.distill import DistillConfig
 from k3train.config.load import recipe_from_dict
 from k3train.config.rules_distill import check_distill
-from k3train.data.chat.store import EncodedSet
+from k3train.data.chat.encoded import EncodedSet
 from k3train.distill.loss import cross_entropy, full_kl, top_k_kl
 from k3train.distill.rows import DistillRows
 from k3train.distill.store import _missing, _write, key_of, logit_store, plan, trained_labels

@@ -1,12 +1,21 @@
-"""Other models' templates: no text of a conversation becomes a special token, or a part of one."""
+"""Other models' templates: what is trained on, what is refused, and that no text forges a special token."""
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import pytest
 
+from k3train.checkpoint.directory import copy_tokenizer
+from k3train.config.sft import SftConfig
+from k3train.data.chat.encoder import make_encoder
 from k3train.data.chat.jinja import JinjaTemplate
 from k3train.data.chat.messages import conversation_of
 from k3train.data.chat.segments import Segment
+from k3train.data.chat.store import encoded_set
+from k3train.data.chat.tokens import ChatEncoder, with_chat_tokens
+from k3train.data.tokenizer import load_tokenizer, train_tokenizer
 from k3train.errors import UserError
 
 SPECIAL = ["<|im_start|>", "<|im_end|>"]
@@ -29,6 +38,69 @@ def joined(segments: list[Segment]) -> str:
 
 def specials(segments: list[Segment]) -> list[str]:
     return [segment.text for segment in segments if segment.special]
+
+
+CHATML = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n"
+    "{% if m.reasoning_content %}<think>{{ m.reasoning_content }}</think>{% endif %}"
+    "{{ m.content }}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def test_other_models_templates_work_and_cannot_be_forged(tmp_path: Path) -> None:
+    chatml = with_chat_tokens(
+        train_tokenizer(["hello world of many words " * 30], 270), grow=True, wanted=tuple(SPECIAL)
+    )
+    chatml.save(tmp_path)
+    config = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({**config, "chat_template": CHATML}))
+    encoder = make_encoder(SftConfig(template="tokenizer"), load_tokenizer(tmp_path), str(tmp_path))
+    given = {
+        "messages": [
+            {"role": "user", "content": "a <|im_end|> b"},
+            {"role": "assistant", "reasoning": "r", "content": "c <|im_start|>"},
+            {"role": "user", "content": "d"},
+            {"role": "assistant", "content": "e"},
+        ]
+    }
+    encoded = encoder.encode(conversation_of(given, "row"))
+    text = encoder.tokenizer.decode(encoded.ids.tolist())
+    assert text == (
+        "<|im_start|>user\na <|im_end|> b<|im_end|>\n<|im_start|>assistant\n<think>r</think>c <|im_start|><|im_end|>\n"
+        "<|im_start|>user\nd<|im_end|>\n<|im_start|>assistant\ne<|im_end|>\n"
+    )
+    start, end = (chatml.special_id(name) for name in SPECIAL)
+    assert [encoded.ids.tolist().count(i) for i in (start, end)] == [4, 4]
+    trained = encoder.tokenizer.decode(encoded.ids[encoded.trained].tolist())
+    assert trained == "<think>r</think>c <|im_start|><|im_end|>\ne<|im_end|>\n"
+    prompt = encoder.prompt(conversation_of({"messages": given["messages"][:1]}, "row"))
+    assert encoded.ids[: len(prompt)].tolist() == prompt
+    # In a file of its own it goes along with the tokenizer, as into a checkpoint.
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    (tmp_path / "chat_template.jinja").write_text(CHATML)
+    copy_tokenizer(tmp_path, tmp_path / "copy")
+    again = make_encoder(SftConfig(template="tokenizer"), load_tokenizer(tmp_path / "copy"), str(tmp_path / "copy"))
+    assert again.encode(conversation_of(given, "row")).ids.tolist() == encoded.ids.tolist()
+
+
+def test_templates_that_rewrite_or_refuse_are_told(tmp_path: Path) -> None:
+    forgetful = CHATML.replace("m.reasoning_content %}<think>", "m.reasoning_content and loop.last %}<think>")
+    two = [{"role": "user", "content": "a"}, {"role": "assistant", "reasoning": "r", "content": "b"}]
+    template = JinjaTemplate(forgetful, list(SPECIAL), {}, "here")
+    template.segments(conversation_of({"messages": two}, "row"))
+    with pytest.raises(UserError, match=r"row, message 2: the template here writes earlier text differently"):
+        template.segments(conversation_of({"messages": two * 2}, "row"))
+    with pytest.raises(UserError, match=r"row: the template here refuses it: no systems"):
+        JinjaTemplate("{{ raise_exception('no systems') }}", [], {}, "here").segments(
+            conversation_of({"messages": two}, "row")
+        )
+    with pytest.raises(UserError, match="is no Jinja template"):
+        JinjaTemplate("{% if %}", [], {}, "here")
+    (tmp_path / "a.jsonl").write_text(json.dumps({"messages": [{"role": "assistant", "content": "bc"}]}))
+    bare = JinjaTemplate("{% for m in messages %}{{ m.content }}{% endfor %}", [], {}, "here")
+    encoder = ChatEncoder(train_tokenizer(["hello " * 9], 260), bare)
+    with pytest.raises(UserError, match="the mask trains on every token"):
+        encoded_set([str(tmp_path / "a.jsonl")], SftConfig(), encoder, 160, tmp_path / "cache", "train")
 
 
 def test_names_of_keys_forge_no_special_token() -> None:

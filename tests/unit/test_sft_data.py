@@ -14,12 +14,9 @@ import pytest
 import torch
 
 from k3train import cli
-from k3train.checkpoint.directory import copy_tokenizer
 from k3train.config.schema import ParallelConfig, RecipeConfig
 from k3train.config.sft import SftConfig
 from k3train.data.chat.dataset import ChatRows
-from k3train.data.chat.encoder import make_encoder
-from k3train.data.chat.jinja import JinjaTemplate
 from k3train.data.chat.messages import conversation_of
 from k3train.data.chat.packing import first_fit_decreasing, grouped_order
 from k3train.data.chat.show import marked_text, wants_colour
@@ -199,6 +196,22 @@ def test_the_encoded_set_is_kept_and_follows_its_sources(folder: Path, encoder: 
     assert make(SftConfig()) != first
 
 
+def test_a_grouped_step_is_looked_through_once(
+    folder: Path, encoder: ChatEncoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not again for each of its rows; lengths are the step's longest, in whatever order rows are asked for."""
+    rows = rows_of(folder, encoder, "grouped", samples=60, batch=20)
+    looked, row_of = [], ChatRows.row_of
+    monkeypatch.setattr(ChatRows, "row_of", lambda self, index: looked.append(index) or row_of(self, index))
+    lengths = [len(rows[index]["tokens"]) for index in range(60)]
+    assert len(looked) == 60 + 60
+    again = [len(rows[index]["tokens"]) for index in (25, 3, 59, 0, 26)]
+    assert again == [lengths[index] for index in (25, 3, 59, 0, 26)]
+    for start in (0, 20, 40):
+        longest = max(rows.encoded.lengths()[row_of(rows, index)] for index in range(start, start + 20))
+        assert set(lengths[start : start + 20]) == {-(-int(longest) // 4) * 4}
+
+
 def row(*messages: tuple[str, str], **more: object) -> str:
     return json.dumps({"messages": [{"role": role, "content": text} for role, text in messages], **more}) + "\n"
 
@@ -236,68 +249,6 @@ def test_long_conversations_are_cut_where_that_is_asked(encoder: ChatEncoder, tm
     assert (dropped.counts["dropped"], len(dropped)) == (1, 1)
 
 
-CHATML = (
-    "{% for m in messages %}<|im_start|>{{ m.role }}\n"
-    "{% if m.reasoning_content %}<think>{{ m.reasoning_content }}</think>{% endif %}"
-    "{{ m.content }}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
-SPECIAL = ("<|im_start|>", "<|im_end|>")
-
-
-def test_other_models_templates_work_and_cannot_be_forged(tokenizer: Tokenizer, tmp_path: Path) -> None:
-    chatml = with_chat_tokens(tokenizer, grow=True, wanted=SPECIAL)
-    chatml.save(tmp_path)
-    config = json.loads((tmp_path / "tokenizer_config.json").read_text())
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps({**config, "chat_template": CHATML}))
-    encoder = make_encoder(SftConfig(template="tokenizer"), load_tokenizer(tmp_path), str(tmp_path))
-    given = {
-        "messages": [
-            {"role": "user", "content": "a <|im_end|> b"},
-            {"role": "assistant", "reasoning": "r", "content": "c <|im_start|>"},
-            {"role": "user", "content": "d"},
-            {"role": "assistant", "content": "e"},
-        ]
-    }
-    encoded = encoder.encode(conversation_of(given, "row"))
-    text = encoder.tokenizer.decode(encoded.ids.tolist())
-    assert text == (
-        "<|im_start|>user\na <|im_end|> b<|im_end|>\n<|im_start|>assistant\n<think>r</think>c <|im_start|><|im_end|>\n"
-        "<|im_start|>user\nd<|im_end|>\n<|im_start|>assistant\ne<|im_end|>\n"
-    )
-    start, end = (chatml.special_id(name) for name in SPECIAL)
-    assert [encoded.ids.tolist().count(i) for i in (start, end)] == [4, 4]
-    trained = encoder.tokenizer.decode(encoded.ids[encoded.trained].tolist())
-    assert trained == "<think>r</think>c <|im_start|><|im_end|>\ne<|im_end|>\n"
-    prompt = encoder.prompt(conversation_of({"messages": given["messages"][:1]}, "row"))
-    assert encoded.ids[: len(prompt)].tolist() == prompt
-    # In a file of its own it goes along with the tokenizer, as into a checkpoint.
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
-    (tmp_path / "chat_template.jinja").write_text(CHATML)
-    copy_tokenizer(tmp_path, tmp_path / "copy")
-    again = make_encoder(SftConfig(template="tokenizer"), load_tokenizer(tmp_path / "copy"), str(tmp_path / "copy"))
-    assert again.encode(conversation_of(given, "row")).ids.tolist() == encoded.ids.tolist()
-
-
-def test_templates_that_rewrite_or_refuse_are_told(tmp_path: Path) -> None:
-    forgetful = CHATML.replace("m.reasoning_content %}<think>", "m.reasoning_content and loop.last %}<think>")
-    two = [{"role": "user", "content": "a"}, {"role": "assistant", "reasoning": "r", "content": "b"}]
-    template = JinjaTemplate(forgetful, list(SPECIAL), {}, "here")
-    template.segments(conversation_of({"messages": two}, "row"))
-    with pytest.raises(UserError, match=r"row, message 2: the template here writes earlier text differently"):
-        template.segments(conversation_of({"messages": two * 2}, "row"))
-    with pytest.raises(UserError, match=r"row: the template here refuses it: no systems"):
-        JinjaTemplate("{{ raise_exception('no systems') }}", [], {}, "here").segments(
-            conversation_of({"messages": two}, "row")
-        )
-    with pytest.raises(UserError, match="is no Jinja template"):
-        JinjaTemplate("{% if %}", [], {}, "here")
-    (tmp_path / "a.jsonl").write_text(row(("assistant", "bc")))
-    bare = JinjaTemplate("{% for m in messages %}{{ m.content }}{% endfor %}", [], {}, "here")
-    encoder = ChatEncoder(train_tokenizer(["hello " * 9], 260), bare)
-    with pytest.raises(UserError, match="the mask trains on every token"):
-        encoded_set([str(tmp_path / "a.jsonl")], SftConfig(), encoder, SEQ, tmp_path / "cache", "train")
-
-
 def show(folder: Path, capsys: pytest.CaptureFixture, *more: str) -> tuple[int, str, str]:
     overrides = [f"data.tokenizer={folder}", f"sft.train=[{folder / 'train.jsonl'}]", f"train.seq_length={SEQ}"]
     code = cli.main(["show-data", "recipe=sft/k3-tiny", *overrides, *more])
@@ -321,6 +272,18 @@ def test_show_data_marks_what_is_trained_on(folder: Path, capsys: pytest.Capture
     assert code == 2
     code, _, err = show(folder, capsys, "--n", "-1")
     assert (code, "--n -1 must be at least 0" in err) == (2, True)
+
+
+def test_show_data_tells_what_was_cut_and_shows_what_is_held_out(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    (tmp_path / "valid.jsonl").write_text(row(("user", "hi"), ("assistant", "word " * 300)))
+    held_out = [f"sft.valid=[{tmp_path / 'valid.jsonl'}]", "sft.too_long=truncate", "--valid"]
+    code, out, _ = show(folder, capsys, *held_out)
+    assert code == 0
+    assert f"valid.jsonl line 1: {SEQ + 1} tokens, cut from " in out
+    assert int(out.split("cut from ")[1].split(",")[0]) > 300
+    assert "1 truncated for their length" in out
 
 
 def test_colours_mark_what_is_trained_on(encoder: ChatEncoder) -> None:

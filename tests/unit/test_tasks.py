@@ -162,3 +162,22 @@ def test_task_files_are_checked(tmp_path: Path) -> None:
     file.write_text(json.dumps({"prompt": "q", "answer": 3, "check": "digits", "thinking_effort": "high"}))
     (task,) = read_tasks(file)
     assert (task.id, task.family, task.answer, task.effort) == ("0", "all", "3", "high")
+
+
+def test_each_task_has_its_own_id(tmp_path: Path) -> None:
+    file = tmp_path / "tasks.jsonl"
+
+    def ids(*given: object) -> list[str]:
+        rows = [{"prompt": "q", "answer": "a"} | ({} if name is None else {"id": name}) for name in given]
+        file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        return [task.id for task in read_tasks(file)]
+
+    assert ids(None, "a", None) == ["0", "a", "2"]
+    assert ids(1, 0, "x") == ["1", "0", "x"]  # 0 is an id like others
+    for given, twice in (
+        (("a", "b", "a"), "line 3: id is 'a'"),
+        ((None, 0), "line 2: id is '0'"),
+        ((1, None), "line 2"),
+    ):
+        with pytest.raises(UserError, match=twice):
+            ids(*given)

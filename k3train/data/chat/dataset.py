@@ -7,8 +7,8 @@ import hashlib
 import numpy as np
 import torch
 
+from k3train.data.chat.encoded import EncodedSet
 from k3train.data.chat.packing import epoch_order, first_fit_decreasing, grouped_order
-from k3train.data.chat.store import EncodedSet
 
 
 class ChatRows(torch.utils.data.Dataset):
@@ -49,6 +49,7 @@ class ChatRows(torch.utils.data.Dataset):
             self.rows = [[item] for item in range(len(encoded))]
         self._row_lengths = np.array([lengths[row].sum() for row in self.rows])
         self._orders: dict[int, np.ndarray] = {}
+        self._step: tuple[int, int] = (-1, 0)  # of the last grouped row: where its step starts, and the step's length
 
     @property
     def fingerprint(self) -> str:
@@ -89,8 +90,11 @@ class ChatRows(torch.utils.data.Dataset):
         if self._batching == "packed":
             return self._seq_length
         start = index // self._batch * self._batch
-        longest = max(self._row_lengths[self.row_of(i)] for i in range(start, min(start + self._batch, len(self))))
-        return min(self._seq_length, -(-int(longest) // self._multiple) * self._multiple)
+        if self._step[0] != start:
+            stop = min(start + self._batch, len(self))
+            longest = max(self._row_lengths[self.row_of(place)] for place in range(start, stop))
+            self._step = start, min(self._seq_length, -(-int(longest) // self._multiple) * self._multiple)
+        return self._step[1]
 
     def _row(self, items: list[int], length: int) -> dict[str, torch.Tensor]:
         tokens, labels = np.full((2, length), self._pad, dtype=np.int64)

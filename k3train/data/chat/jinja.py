@@ -56,6 +56,9 @@ class JinjaTemplate:
         except jinja2.TemplateError as error:
             raise UserError(f"sft.template={source} is no Jinja template ({error}); correct it") from error
 
+    def __reduce__(self) -> tuple:
+        return JinjaTemplate, (self._text, self._special, self._variables, self.source)
+
     @classmethod
     def load(cls, name: str, tokenizer_path: str) -> JinjaTemplate:
         """The template in the file `name`, or for "tokenizer" the one beside the tokenizer.

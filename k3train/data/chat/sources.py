@@ -4,14 +4,22 @@ from __future__ import annotations
 
 import json
 import lzma
-from collections.abc import Iterator, Sequence
+import os
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pyarrow
 import pyarrow.parquet
 
 from k3train.data.chat.messages import Conversation, conversation_of
-from k3train.data.sources import find_sources, offline_datasets, open_binary
+from k3train.data.sources import (
+    Segment,
+    cut_segments,
+    find_sources,
+    is_compressed,
+    offline_datasets,
+    open_binary,
+)
 from k3train.errors import UserError
 
 _BATCH_ROWS = 1000
@@ -27,18 +35,52 @@ def read_conversation_rows(inputs: Sequence[str], dataset_split: str | None = No
     Raises:
         UserError: an input is missing, of another format, or cannot be read.
     """
-    broken = (OSError, EOFError, ValueError, RecursionError, lzma.LZMAError, pyarrow.ArrowException)
+    for path, kind in _found(inputs, dataset_split):
+        yield from _read(path, kind)
+
+
+def cut_conversation_files(inputs: Sequence[str], dataset_split: str | None, part_bytes: int) -> list[Segment]:
+    """The rows of `inputs`, in order, in parts of about `part_bytes`; .json and compressed files stay whole.
+
+    Raises:
+        UserError: as `read_conversation_rows`.
+    """
+    parts: list[Segment] = []
+    for path, kind in _found(inputs, dataset_split):
+        if kind == "json":
+            status = os.stat(path)
+            parts.append(Segment(path, kind, 0, status.st_size, 0, status.st_size, status.st_mtime_ns))
+        else:
+            parts += cut_segments(path, kind, "document", part_bytes)
+    return parts
+
+
+def read_part(part: Segment) -> Iterator[Conversation]:
+    """The conversations of a part, named after their place in the whole file.
+
+    Raises:
+        UserError: as `read_conversations`.
+    """
+    for row, source in _read(part.path, part.kind, part):
+        yield conversation_of(row, source)
+
+
+def _found(inputs: Sequence[str], dataset_split: str | None) -> Iterator[tuple[str, str]]:
     for path, kind in find_sources(list(inputs), None, dataset_split):
-        readers = {"jsonl": _lines, "json": _json, "parquet": _parquet, "saved": _saved}
-        if kind not in readers:
+        if kind not in _READERS:
             raise UserError(
                 f"{path} is {kind}, which has no conversations; give .jsonl, .json, .parquet or a saved data set"
             )
-        try:
-            yield from readers[kind](path)
-        except broken as error:
-            reason = " ".join(str(error).split())[:200] or type(error).__name__
-            raise UserError(f"{path} cannot be read as {kind}: {reason}; mend or leave out this file") from error
+        yield path, kind
+
+
+def _read(path: str, kind: str, part: Segment | None = None) -> Iterator[tuple[Any, str]]:
+    """(row, where it stands) of a file, or of a part of it."""
+    try:
+        yield from _READERS[kind](path, part)
+    except (OSError, EOFError, ValueError, RecursionError, lzma.LZMAError, pyarrow.ArrowException) as error:
+        reason = " ".join(str(error).split())[:200] or type(error).__name__
+        raise UserError(f"{path} cannot be read as {kind}: {reason}; mend or leave out this file") from error
 
 
 def read_conversations(inputs: Sequence[str], dataset_split: str | None = None) -> Iterator[Conversation]:
@@ -51,9 +93,19 @@ def read_conversations(inputs: Sequence[str], dataset_split: str | None = None) 
         yield conversation_of(row, source)
 
 
-def _lines(path: str) -> Iterator[tuple[Any, str]]:
+def _lines(path: str, part: Segment | None = None) -> Iterator[tuple[Any, str]]:
     with open_binary(path) as file:
-        for number, line in enumerate(file, start=1):
+        number = 0
+        if part is not None and not is_compressed(path):
+            file.seek(part.start)
+            number = part.first_row
+        left = None if part is None or is_compressed(path) else part.stop - part.start
+        while left is None or left > 0:
+            line = file.readline()
+            if not line:
+                break
+            left = None if left is None else left - len(line)
+            number += 1
             text = line.decode("utf-8-sig" if number == 1 else "utf-8")
             if not text.strip():
                 continue
@@ -63,8 +115,8 @@ def _lines(path: str) -> Iterator[tuple[Any, str]]:
                 raise UserError(f"{path} line {number} is not JSON ({error}); correct or remove it") from error
 
 
-def _json(path: str) -> Iterator[tuple[Any, str]]:
-    """A list of rows; or a row a line, for files that are .jsonl by another name."""
+def _json(path: str, part: Segment | None = None) -> Iterator[tuple[Any, str]]:
+    """A list of rows; or a row a line, for files that are .jsonl by another name. Always the whole file."""
     with open_binary(path) as file:
         text = file.read().decode("utf-8-sig")
     try:
@@ -76,18 +128,30 @@ def _json(path: str) -> Iterator[tuple[Any, str]]:
         yield row, f"{path} row {number}"
 
 
-def _parquet(path: str) -> Iterator[tuple[Any, str]]:
-    number = 0
+def _parquet(path: str, part: Segment | None = None) -> Iterator[tuple[Any, str]]:
+    groups, number = (None, 0) if part is None else (list(range(part.start, part.stop)), part.first_row)
     with pyarrow.parquet.ParquetFile(path) as file:
-        for batch in file.iter_batches(batch_size=_BATCH_ROWS):
+        for batch in file.iter_batches(batch_size=_BATCH_ROWS, row_groups=groups):
             for row in batch.to_pylist():
                 number += 1
                 yield _without_nulls(row), f"{path} row {number}"
 
 
-def _saved(path: str) -> Iterator[tuple[Any, str]]:
-    for number, row in enumerate(offline_datasets().load_from_disk(path), start=1):
+def _saved(path: str, part: Segment | None = None) -> Iterator[tuple[Any, str]]:
+    rows, number = offline_datasets().load_from_disk(path), 0
+    if part is not None:
+        rows, number = rows.select(range(part.start, part.stop)), part.start
+    for row in rows:
+        number += 1
         yield _without_nulls(row), f"{path} row {number}"
+
+
+_READERS: dict[str, Callable[[str, Segment | None], Iterator[tuple[Any, str]]]] = {
+    "jsonl": _lines,
+    "json": _json,
+    "parquet": _parquet,
+    "saved": _saved,
+}
 
 
 def _without_nulls(value: Any) -> Any:

@@ -46,6 +46,9 @@ class ChatEncoder:
                 " them with `python tools/add_chat_tokens.py --tokenizer THIS --out DIR` and name that"
             )
 
+    def __reduce__(self) -> tuple:
+        return ChatEncoder, (self.tokenizer, self.template)
+
     def encode(self, conversation: Conversation) -> Encoded:
         """The whole conversation."""
         ids: list[int] = []
