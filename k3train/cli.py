@@ -244,7 +244,8 @@ def _main(argv: list[str]) -> int:
         return _run(argv)
     except UserError as error:
         if is_first_rank():
-            print(f"k3train: {error}", file=sys.stderr)
+            if not error.told:
+                print(f"k3train: {error}", file=sys.stderr)
         else:
             time.sleep(SECONDS_FOR_FIRST_RANK)
         return error.exit_code
@@ -376,5 +377,6 @@ def _train(config: RecipeConfig, argv: list[str], here: Place | None) -> int:
         if is_first_rank():
             raise
         # Unlike a recipe, data may be wrong on one rank only: that one has to say so.
-        rank_logs.tell(f"k3train: rank {here.rank if here else 0}: {error}")
+        if not error.told:
+            rank_logs.tell(f"k3train: rank {here.rank if here else 0}: {error}")
         return error.exit_code

@@ -19,6 +19,7 @@ class UserError(Exception):
     """
 
     exit_code = 2
+    told = False  # whether this process has printed it already
 
 
 class StorageError(UserError):

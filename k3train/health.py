@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import datetime
 import json
 import os
 import shutil
@@ -22,51 +21,30 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import NoReturn
 
 from k3train.config.load import load_recipe
 from k3train.config.schema import RecipeConfig
 from k3train.config.validate import validate
 from k3train.environment import place
 from k3train.errors import UserError
+from k3train.meeting import Meeting, Report, write_json
 
-BAD_NODES = 3  # exit code
+BAD_NODES = 3  # exit codes
+REFUSED = 64  # EX_USAGE of sysexits(3). Not 2: a task whose program is not there ends with that, as errno says
 BAD_FILE = "bad.json"
 SILENT = "it did not report"
-REDUCE_ELEMENTS = 4 * 1024 * 1024  # fp32: 16 MiB
-
-
-@dataclass
-class Report:
-    """What one node found out about itself."""
-
-    node: str
-    troubles: list[str] = field(default_factory=list)
-    facts: list[str] = field(default_factory=list)
-    shared: list[str] = field(default_factory=list)  # those of the troubles that lie in what all nodes share
-
-    def trouble(self, text: str, shared: bool = False) -> None:
-        """Add one."""
-        self.troubles.append(text)
-        if shared:
-            self.shared.append(text)
-
-    def write(self, folder: Path) -> None:
-        """Put it where the other nodes and the batch script see it."""
-        _write(folder / f"{self.node}.json", vars(self))
-
-
-def _write(path: Path, content: Any) -> None:
-    temporary = path.with_name(f"{path.name}.tmp")
-    temporary.write_text(json.dumps(content), encoding="utf-8")
-    os.replace(temporary, path)
 
 
 def this_node() -> str:
     """The name Slurm knows this machine by."""
     return os.environ.get("SLURMD_NODENAME") or os.uname().nodename
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise UserError(f"{message}; `{self.prog} --help` shows the options")
 
 
 def check_disk(folders: list[Path], min_free_gb: float, report: Report, shared: Path | None = None) -> None:
@@ -90,7 +68,7 @@ def check_disk(folders: list[Path], min_free_gb: float, report: Report, shared: 
 
 
 def check_devices(config: RecipeConfig, ranks: int, report: Report) -> str:
-    """The node has a device for each rank, and each multiplies matrices rightly; returns the device kind."""
+    """The node has a device for each rank, each multiplies matrices rightly and hands them on to the next; its kind."""
     import torch
 
     kind = "cpu" if config.run.device == "cpu" or not torch.cuda.is_available() else "cuda"
@@ -103,12 +81,18 @@ def check_devices(config: RecipeConfig, ranks: int, report: Report) -> str:
         devices = [torch.device("cuda", number) for number in range(torch.cuda.device_count())]
         if len(devices) < ranks:
             report.trouble(f"{ranks} ranks, but torch sees {len(devices)} CUDA devices")
-    for device in devices:
+    report.devices = len(devices)
+    # Small whole numbers: exact in every precision that a device may compute in.
+    factor = (torch.arange(256 * 256).reshape(256, 256) % 3).float()
+    product = factor @ factor
+    for device, following in zip(devices, [*devices[1:], devices[0]], strict=True):
         try:
-            # Small whole numbers: exact in every precision that a device may compute in.
-            left = (torch.arange(256 * 256, device=device).reshape(256, 256) % 3).float()
-            if not torch.equal((left @ left).cpu(), left.cpu() @ left.cpu()):
+            left = factor.to(device)
+            there = left @ left
+            if not torch.equal(there.cpu(), product):
                 report.trouble(f"{device} multiplies matrices wrongly")
+            elif not torch.equal(there.to(following).cpu(), product):
+                report.trouble(f"{device} hands a matrix on to {following} wrongly")
         except RuntimeError as error:
             report.trouble(f"{device} does not compute ({str(error).splitlines()[0]})")
     report.facts.append(f"{len(devices)} {kind} device{'s'[: len(devices) > 1]}")
@@ -142,103 +126,6 @@ def off_clocks(clocks: list[float], most: float) -> dict[int, float]:
     return {rank: clock - middle for rank, clock in enumerate(clocks) if abs(clock - middle) > most}
 
 
-class Meeting:
-    """The nodes together. Rank 0 keeps the store and names those that do not come."""
-
-    def __init__(self, rank: int, size: int, seconds: float, folder: Path) -> None:
-        import torch.distributed as dist
-
-        self.rank, self.size, self.folder, self.dist = rank, size, folder, dist
-        self.limit = datetime.timedelta(seconds=seconds)
-        address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-        # Rank 0 may still be in its own checks.
-        patience = self.limit if rank == 0 else 2 * self.limit
-        self.store = dist.TCPStore(address, port, size, rank == 0, patience, wait_for_workers=False)
-
-    def gather(self, report: Report) -> list[Report] | None:
-        """Every node's report, or None on all nodes where some did not come; those are put on the list of bad ones."""
-        self.store.set(f"report{self.rank}", json.dumps(vars(report)))
-        if self.rank == 0:
-            deadline = time.monotonic() + self.limit.total_seconds()
-            missing = list(range(self.size))
-            while missing and time.monotonic() < deadline:
-                missing = [rank for rank in missing if not self.store.check([f"report{rank}"])]
-                time.sleep(0.05)
-            self.store.set("missing", json.dumps(missing))
-        # Rank 0 may wait as long as this for the others.
-        self.store.wait(["missing"], 2 * self.limit)
-        missing = json.loads(self.store.get("missing"))
-        if missing:
-            return None
-        return [Report(**json.loads(self.store.get(f"report{rank}"))) for rank in range(self.size)]
-
-    def start_group(self, kind: str) -> None:
-        """A process group of the nodes, with the backend that training will use."""
-        import torch
-
-        if kind == "cuda":
-            torch.cuda.set_device(0)
-        backend = "cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo"
-        self.dist.init_process_group(
-            backend, store=self.store, rank=self.rank, world_size=self.size, timeout=self.limit
-        )
-
-    def clocks(self) -> list[float]:
-        """Each node's clock in seconds, read when all leave a barrier."""
-        import torch
-
-        self.dist.barrier()
-        clocks = [torch.zeros(1, dtype=torch.float64) for _ in range(self.size)]
-        self.dist.all_gather(clocks, torch.tensor([time.time()], dtype=torch.float64))
-        return [float(clock) for clock in clocks]
-
-    def not_sharing(self) -> list[int]:
-        """Ranks that do not see rank 0's file in the shared directory, or whose file rank 0 does not see."""
-        _write(self.folder / f"shared{self.rank}.json", self.rank)
-        self.dist.barrier()
-        deadline = time.monotonic() + self.limit.total_seconds() / 3
-        files = [self.folder / f"shared{other}.json" for other in ([0] if self.rank else range(self.size))]
-        seen = [_appears(file, deadline) for file in files]
-        answers: list[Any] = [None] * self.size
-        self.dist.all_gather_object(answers, seen)
-        return [rank for rank in range(1, self.size) if not (answers[0][rank] and answers[rank][0])]
-
-    def all_reduce(self, kind: str) -> float:
-        """MB a second of an all-reduce over all nodes (size of the tensor by time).
-
-        Raises RuntimeError where its sum is wrong, or it does not end in time.
-        """
-        import torch
-
-        device = torch.device(kind, 0) if kind == "cuda" else torch.device("cpu")
-        seconds = 0.0
-        for _ in range(2):  # the first one connects
-            tensor = torch.full((REDUCE_ELEMENTS,), float(self.rank + 1), device=device)
-            started = time.perf_counter()
-            self.dist.all_reduce(tensor)
-            if kind == "cuda":
-                torch.cuda.synchronize()
-            seconds = time.perf_counter() - started
-            expected = self.size * (self.size + 1) / 2
-            if not bool((tensor == expected).all()):
-                raise RuntimeError(f"the sum is {float(tensor[0])} and should be {expected}")
-        return REDUCE_ELEMENTS * 4 / 1e6 / seconds
-
-    def close(self) -> None:
-        """Leave together."""
-        if self.dist.is_initialized():
-            self.dist.destroy_process_group()
-
-
-def _appears(path: Path, deadline: float) -> bool:
-    """Whether the file shows up; network file systems may take a while."""
-    while not path.exists():
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.2)
-    return True
-
-
 def check_together(meeting: Meeting, report: Report, kind: str, options: argparse.Namespace) -> int:
     """What only several nodes can find out; the same exit code on all of them. Rank 0 prints what was found."""
     reports = meeting.gather(report)
@@ -257,21 +144,33 @@ def check_together(meeting: Meeting, report: Report, kind: str, options: argpars
         bad[reports[rank].node] = f"its clock is {skew:+.1f} s off (--max-skew {options.max_skew:g})"
     for rank in meeting.not_sharing():
         bad.setdefault(reports[rank].node, f"it does not share {meeting.folder} with {reports[0].node}")
-    try:
-        speed = meeting.all_reduce(kind)
-    except RuntimeError as error:  # torch.distributed's errors are of this kind
-        why = str(error).partition("\n")[0]
-        print(f"k3train health: the all-reduce among {meeting.size} nodes fails on {report.node}: {why}", flush=True)
-        return 1
+    speed, failure, fails = 0.0, "", False
+    for name in ("connect", "measure"):
+        try:
+            speed = meeting.all_reduce(kind, min(r.devices for r in reports))
+        except RuntimeError as error:  # torch.distributed's errors are of this kind
+            failure = str(error).partition("\n")[0] or "RuntimeError"
+            where = f"among {meeting.size} nodes fails on {report.node}"
+            print(f"k3train health: the all-reduce {where}: {failure}", flush=True)
+        fails = fails or any(told != "" for told in meeting.share(name, failure))
+        if fails:
+            break
+    if fails:
+        for rank in meeting.bad_partners(kind):
+            bad.setdefault(reports[rank].node, "an all-reduce with any other node fails, and succeeds among others")
+        if not bad:
+            _tell(meeting.rank, "no single node can be told from the others by all-reduces of two")
+            return 1
     if meeting.rank == 0 and bad:
-        _write(meeting.folder / BAD_FILE, bad)
+        write_json(meeting.folder / BAD_FILE, bad)
     for node, why in bad.items():
         _tell(meeting.rank, f"node {node} is bad: {why}")
     if not bad:
         facts = f"{', '.join(reports[0].facts)} on {reports[0].node}"
         together = f"clocks within {max(clocks) - min(clocks):.3f} s, all-reduce {speed:.0f} MB/s"
         _tell(meeting.rank, f"{meeting.size} node{'s'[: meeting.size > 1]} healthy: {facts}; {together}")
-    meeting.close()
+    if not fails:  # else it might wait for what hangs
+        meeting.close()
     return BAD_NODES if bad else 0
 
 
@@ -289,7 +188,7 @@ def check(options: argparse.Namespace) -> int:
 def _check(options: argparse.Namespace) -> int:
     here = place()
     rank, size = (here.rank, here.world_size) if here else (0, 1)
-    recipe = argparse.ArgumentParser(add_help=False)
+    recipe = _Parser(prog="python -m k3train.health", add_help=False)
     recipe.add_argument("-cd", "--config-dir")
     recipe.add_argument("overrides", nargs="*")
     asked = recipe.parse_intermixed_args(options.overrides)
@@ -363,8 +262,8 @@ def verdict(folder: Path, nodes: list[str]) -> list[str]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """The command line; exit codes: 0 healthy, 2 a recipe that cannot work, 3 bad nodes, 1 the check itself failed."""
-    parser = argparse.ArgumentParser(prog="python -m k3train.health", description="check the nodes of a job")
+    """The command line; exit codes: 0 healthy, 64 a wrong recipe or option, 3 bad nodes, 1 the check itself failed."""
+    parser = _Parser(prog="python -m k3train.health", description="check the nodes of a job")
     parser.add_argument("--dir", type=Path, required=True, help="a folder that all nodes share, for what they find")
     parser.add_argument("--ranks", type=int, default=1, metavar="N", help="ranks a node")
     parser.add_argument("--nodes", type=int, metavar="N", help="nodes to train on (default: those that are checked)")
@@ -374,7 +273,11 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--command", default="", help="one more check, for bash")
     parser.add_argument("--verdict", metavar="NODES", help="print the bad ones of these nodes (a,b,c) after a check")
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="the recipe")
-    options = parser.parse_args(argv)
+    try:
+        options = parser.parse_args(argv)
+    except UserError as error:
+        print(f"k3train: K3_HEALTH_OPTIONS: {error}", file=sys.stderr)
+        return REFUSED
     if options.verdict is not None:
         print(",".join(verdict(options.dir, options.verdict.split(","))))
         return 0
@@ -383,7 +286,7 @@ def main(argv: list[str] | None = None) -> int:
     except UserError as error:
         if os.environ.get("SLURM_PROCID", "0") == "0":
             print(f"k3train: {error}", file=sys.stderr)
-        return 2
+        return REFUSED
 
 
 if __name__ == "__main__":

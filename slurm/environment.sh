@@ -173,6 +173,29 @@ k3_sweep() {
     k3_keys+=("${more[@]}")
 }
 
+# Run Python as the job's steps do: where they are in a container, in a step of one task on NODE (on any where it is empty).
+k3_python() { # NODE ARGUMENTS...
+    local node=$1
+    shift
+    if [ -z "${K3_SRUN_OPTIONS:-}" ]; then
+        "$K3_PYTHON" "$@"
+    else
+        timeout --kill-after=10 120 srun "${k3_srun[@]}" --overlap ${node:+"--nodelist=$node"} --nodes=1 --ntasks=1 "$K3_PYTHON" "$@"
+    fi
+}
+
+# The bad nodes after a check, by what it left in DIR. A node that has written there has a Python that works, and is asked.
+k3_verdict() { # DIR
+    local nodes node silent=() good=()
+    nodes=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | sort -u)
+    for node in $nodes; do if [ -f "$1/$node.json" ]; then good+=("$node"); else silent+=("$node"); fi; done
+    for node in ${good[@]+"${good[@]}"}; do
+        k3_python "$node" -m k3train.health --dir "$1" --verdict "$(paste -sd, <<<"$nodes")" && return 0
+    done
+    # No Python tells. That no node has written is rather something they share.
+    if [ "${#good[@]}" -gt 0 ]; then paste -sd, < <(printf '%s\n' ${silent[@]+"${silent[@]}"}); fi
+}
+
 # Check every node. The good ones become the job's, through k3_srun; too few, and the job is requeued without the bad ones.
 k3_health() {
     [ "${K3_HEALTH_CHECK:-1}" = 1 ] || return 0
@@ -186,10 +209,11 @@ k3_health() {
         --command "${K3_HEALTH_COMMAND:-}" ${options[@]+"${options[@]}"} -- "${k3_keys[@]}" &
     k3_wait $!
     [ "$k3_stop" = 0 ] || return 0
-    # Exit code 2 is a recipe that cannot work, said by the check; whatever else it was, the nodes' files tell.
-    [ "$k3_code" = 2 ] && k3_end 2
+    # The check says 64 to a recipe that cannot work (srun's own 2 is a Python that is not there); whatever else it was, the
+    # nodes' files tell.
+    [ "$k3_code" = 64 ] && k3_end 2
     [ "$k3_code" = 0 ] && return 0
-    bad=$("$K3_PYTHON" -m k3train.health --dir "$dir" --verdict "$(scontrol show hostnames "$SLURM_JOB_NODELIST" | paste -sd,)")
+    bad=$(k3_verdict "$dir")
     if [ -z "$bad" ]; then
         k3_say "the health check failed (exit code $k3_code) and no node is to blame; see above"
         k3_failed "$k3_code"

@@ -23,7 +23,7 @@ k3_answers() { # HOST PORT: whether /health answers 200
 # Start the server as a job step in the background: sets k3_server, K3_SERVE_HOST and K3_SERVE_PORT.
 k3_start_server() {
     local node=${K3_SERVE_NODE:-$(scontrol show hostnames "$SLURM_JOB_NODELIST" | tail -n 1)} id=${SLURM_JOB_ID}
-    K3_SERVE_HOST=$("$K3_PYTHON" -c 'import sys; from k3train.environment import address_of; print(address_of(sys.argv[1]))' "$node") ||
+    K3_SERVE_HOST=$(k3_python "$node" -c 'import sys; from k3train.environment import address_of; print(address_of(sys.argv[1]))' "$node") ||
         k3_fail "the address of $node is not known; see K3_PYTHON."
     K3_SERVE_PORT=${K3_SERVE_PORT:-$((18000 + id % 2000))}
     k3_count K3_SERVE_PORT "$K3_SERVE_PORT"

@@ -2,9 +2,9 @@
 
 A checkpoint is written as `step_00000100.<attempt>.partial` and renamed to `step_00000100` once everything, the marker
 `checkpoint.json` last, is on the disk. What has no marker does not count, nor what has another ending: `.partial`
-(being written, or abandoned), `.replaced` and `.removed` (on its way out), `.damaged` (set aside; stays until somebody
-removes it). Each attempt has a name of its own, so that what an abandoned process still writes lands in no later
-checkpoint.
+(being written, or abandoned), `.replaced` and `.removed` (on its way out), `.damaged` and `.newer` (set aside; stay
+until somebody removes or renames them). Each attempt has a name of its own, so that what an abandoned process still
+writes lands in no later checkpoint.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class DamagedCheckpointError(UserError):
 
 
 class NewerFormatError(UserError):
-    """A checkpoint that a newer version wrote. Nothing is wrong with it, so no older one is taken in its place."""
+    """A checkpoint that a newer version wrote. Nothing is wrong with it: a run that goes back from it keeps it."""
 
 
 def directory_of(root: Path, step: int) -> Path:
@@ -99,6 +99,15 @@ def copy_tokenizer(source: Path, target: Path) -> None:
     for name in ("tokenizer.json", "tokenizer_config.json", CHAT_TEMPLATE, GENERATION_CONFIG):
         if (folder / name).is_file():
             shutil.copyfile(folder / name, target / name)
+
+
+def aside(path: Path, ending: str) -> Path:
+    """A free name for a checkpoint that is set aside: `step_N.<ending>`, with a number where there is one already."""
+    name, number = path.with_name(f"{path.name}.{ending}"), 1
+    while name.exists():
+        number += 1
+        name = path.with_name(f"{path.name}.{number}.{ending}")
+    return name
 
 
 def sync(path: Path) -> None:

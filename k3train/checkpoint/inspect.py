@@ -50,6 +50,8 @@ def _print_run(path: Path, verify: bool) -> list[str]:
         print(f"unfinished  {partial} (never counted; removed at the next start)")
     for damaged in sorted(root.glob("step_*.damaged")):
         print(f"set aside   {damaged} (was damaged when the run continued; never counted, remove it by hand)")
+    for newer in sorted(root.glob("step_*.newer")):
+        print(f"set aside   {newer} (a newer version wrote it; never counted, pruned or overwritten)")
     return _print_checkpoint(found[-1][1], verify) if found else []
 
 

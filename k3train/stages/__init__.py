@@ -4,16 +4,47 @@ from __future__ import annotations
 
 import errno
 import os
+import threading
 import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from k3train import rank_logs
 from k3train.config.schema import RecipeConfig
+from k3train.environment import note_exit
 from k3train.errors import DISK_TROUBLE, StorageError, UserError
 
 # A file system that is read-only now was not when the run started.
 _STORAGE = (*DISK_TROUBLE, errno.EROFS)
 # What no other start and no other node will change.
 _RIGHTS = (errno.EACCES, errno.EPERM, errno.EISDIR)
+
+
+# Data may be wrong on one rank only, which the others wait for; NCCL then does not let it leave their group.
+LEAVE_SECONDS = 10.0
+
+
+def _tell(error: UserError, rank: int) -> None:
+    """Say it at once: leaving the process group may take long, or be cut short."""
+    error.told = True
+    rank_logs.tell(f"k3train: {error}" if rank == 0 else f"k3train: rank {rank}: {error}")
+
+
+@contextmanager
+def _leaving_within(seconds: float, code: int) -> Iterator[None]:
+    """End this process with `code` if the block takes longer."""
+
+    def leave() -> None:
+        note_exit(code)
+        os._exit(code)
+
+    timer = threading.Timer(seconds, leave)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def _storage_error(error: Exception, config: RecipeConfig) -> UserError | None:
@@ -50,8 +81,11 @@ def run_stage(config: RecipeConfig) -> int:
     try:
         check_inputs(config)
         code = run_training(config, stages[config.stage.name], here)
-    except UserError:
-        platform.stop()  # every rank raises it
+    except UserError as error:
+        if here.world_size > 1:
+            _tell(error, here.rank)
+        with _leaving_within(LEAVE_SECONDS, error.exit_code):
+            platform.stop()
         raise
     except Exception as error:
         full = _storage_error(error, config)

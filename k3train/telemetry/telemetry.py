@@ -237,12 +237,16 @@ class Telemetry:
         return pictures
 
     def _draw(self) -> list[Path]:
-        from k3train.telemetry.plots import draw_curves, draw_experts  # matplotlib loads slowly: only when needed
-
+        """What can be drawn. A run whose last checkpoint is on the disk does not fail because of a picture."""
         try:
+            # matplotlib loads slowly: only when needed.
+            from k3train.telemetry.plots import draw_curves, draw_experts
+
             return [path for path in (draw_curves(self.run_dir), draw_experts(self.run_dir)) if path is not None]
-        except OSError as error:
-            self.event(f"the pictures cannot be drawn ({error}); `k3train report {self.run_dir}` draws them", "warning")
+        except Exception as error:  # a broken install, a full disk, numbers that nobody foresaw
+            reason = error if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
+            cure = f"`k3train report {self.run_dir}` draws them"
+            self.event(f"the pictures cannot be drawn ({reason}); {cure}", "warning")
             return []
 
     def _tell_recovery(self, start_step: int) -> None:

@@ -13,12 +13,21 @@ from pathlib import Path
 import torch
 
 from k3train import rank_logs
+from k3train.checkpoint import directory, manifest
 from k3train.config.guards import FaultConfig
 
 FOLDER = "faults"  # in the run directory: a file for each fault that has happened
 SPIKE = 1e4  # times the gradient
 # A "full" disk takes no file beyond this. Not less: where torch cannot write its first buffer, its writer may crash.
 FULL_AT_BYTES = 100_000
+
+
+def largest_shard(checkpoint: Path) -> Path:
+    """The largest of the files with a checkpoint's tensors, whichever engine wrote them."""
+    about = (directory.MARKER, manifest.MANIFEST, directory.STAGE)
+    files = [path for path in checkpoint.rglob("*") if path.is_file() and path.name not in about]
+    shards = [path for path in files if path.relative_to(checkpoint).parts[0] != directory.TOKENIZER]
+    return max(shards, key=lambda path: (path.stat().st_size, path.name))
 
 
 class Faults:
@@ -33,6 +42,7 @@ class Faults:
         # A checkpoint that is to be broken is not written beside the training: it breaks where it is asked for.
         self.break_saves = any(fault.kind in ("disk_full", "corrupt_checkpoint") for fault in faults)
         self.active: list[tuple[int, FaultConfig]] = []  # those that last several steps
+        self._full_at = 0  # the step at which the disk was full for a checkpoint
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
 
     @staticmethod
@@ -72,6 +82,7 @@ class Faults:
             yield
             return
         self._note_it(*due[0], step)
+        self._full_at = step
         soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
         resource.setrlimit(resource.RLIMIT_FSIZE, (FULL_AT_BYTES, hard))
         try:
@@ -80,10 +91,18 @@ class Faults:
             resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
     def saved(self, step: int, checkpoint: Path) -> None:
-        """After a checkpoint was committed: with `corrupt_checkpoint` its first shard loses its second half."""
+        """After a checkpoint was committed: with `corrupt_checkpoint` its largest file loses its second half.
+
+        A `disk_full` that did not keep it from being committed is told of: it rehearsed nothing.
+        """
+        if step == self._full_at:
+            rank_logs.tell(
+                f"k3train: rank {self.rank}: disk_full in step {step} changed nothing: this rank writes no file of more"
+                f" than {FULL_AT_BYTES // 1000} kB of a checkpoint; choose another rank, 0 for one, or a larger model"
+            )
         for index, fault in self._due(step, ("corrupt_checkpoint",), at_or_after=True):
             self._note_it(index, fault, step)
-            shard = min(checkpoint.rglob("*.distcp"))
+            shard = largest_shard(checkpoint)
             os.truncate(shard, shard.stat().st_size // 2)
 
     def _due(self, step: int, kinds: tuple[str, ...], at_or_after: bool = False) -> list[tuple[int, FaultConfig]]:

@@ -51,9 +51,13 @@ def run_training(
     flag.install()
     try:
         start_model_parallel(config.parallel)
-        with startup.claimed_run_directory(config) as run_dir:
+        with (
+            startup.claimed_run_directory(config) as run_dir,
+            Watchdog(hang_seconds(config), here.rank, run_dir / "logs") as watchdog,
+        ):
+            watchdog.beat("the start: data and model", moving=True)
             stage = make_stage(config)
-            return (trainer or Trainer)(config, stage, here, run_dir, flag).run()
+            return (trainer or Trainer)(config, stage, here, run_dir, flag, watchdog).run()
     finally:
         flag.restore()
 
@@ -61,13 +65,23 @@ def run_training(
 class Trainer:
     """Model, optimizer, counters and telemetry of one run on one rank."""
 
-    def __init__(self, config: RecipeConfig, stage: Stage, here: Platform, run_dir: Path, flag: StopFlag) -> None:
+    def __init__(
+        self,
+        config: RecipeConfig,
+        stage: Stage,
+        here: Platform,
+        run_dir: Path,
+        flag: StopFlag,
+        watchdog: Watchdog,
+    ) -> None:
         self.config, self.stage, self.here, self.run_dir, self.flag = config, stage, here, run_dir, flag
+        self.watchdog = watchdog
         self.engine = engine = build_engine(config, stage, here)
         self.models, self.optimizer, self.schedule = engine.models, engine.optimizer, engine.schedule
         self.runner, self.paths = engine.runner, engine.paths
         layers = config.model.num_layers + config.model.mtp.num_layers
         self.qk_clip = QKClip(config.optim.qk_clip, self.models, self.optimizer, layers, here.device)
+        watchdog.beat("the start: the checkpoint to continue from", moving=True)
         self.origin = find_origin(config, run_dir, engine, stage.fingerprint)
         self.state = replace(self.origin.state)
         self.timers = PhaseTimers(here.device)
@@ -82,7 +96,7 @@ class Trainer:
         self.guards = Guards(config.guards, here.device, self.origin.guards)
         self.stragglers = Stragglers(config.guards)
         self.faults = Faults(config.faults, run_dir, here.rank, self.models)
-        self.watchdog = Watchdog(hang_seconds(config), here.rank, run_dir / "logs")
+        watchdog.beat("the start", moving=True)
         hooks.attach(stage, self, self.origin.path)
 
     def run(self) -> int:
@@ -93,7 +107,6 @@ class Trainer:
         startup.tell_optimizer(self.telemetry, self.config, self.engine.rows, self.run_dir)
         status = "failed"
         try:
-            self.watchdog.start()
             if self.state.step == 0:
                 self._evaluate()
             steps = self.stage.training_steps(self.state.consumed_samples)
@@ -202,7 +215,7 @@ class Trainer:
 
     def _evaluate(self) -> None:
         """Evaluate, and take note of a stop request that came meanwhile; the next start makes what it cuts short."""
-        self.watchdog.beat(f"the evaluation after step {self.state.step}")
+        self._beat_evaluation()
         whole = True
         if (own := hooks.evaluation(self.stage)) is not None:
             self.telemetry.evaluation({"step": self.state.step, **own})
@@ -218,10 +231,18 @@ class Trainer:
         dist.all_reduce(flag, op=dist.ReduceOp.MAX)
         return int(flag)
 
+    def _beat_evaluation(self) -> None:
+        self.watchdog.beat(f"the evaluation after step {self.state.step}")
+
+    def _evaluation_is_over(self) -> bool:
+        """Asked every few micro-batches: whether somebody wants the run to stop."""
+        self._beat_evaluation()
+        return self._stop_asked() > 0
+
     def _evaluate_on(self, held_out: list[Batch]) -> bool:
         """Whether it came to its end."""
         with self.timers.phase("eval"):
-            reports = self.runner.evaluate(held_out, stop=lambda: self._stop_asked() > 0)
+            reports = self.runner.evaluate(held_out, stop=self._evaluation_is_over)
         if reports is None:
             return False
         loss = reports["loss"]
@@ -239,7 +260,7 @@ class Trainer:
         last = step == self.config.train.steps or bool(self.flag_raised)
         with self.timers.phase("checkpoint"):
             if last or self.save_now or self.saver.is_due(step):
-                self.watchdog.beat(f"the checkpoint of step {step}")
+                self.watchdog.beat(f"the checkpoint of step {step}", moving=True)
                 with self.faults.saving(step):
                     kept = self.guards.state.to_dict()
                     self.saver.save(self.state, kept, last=last, stage=hooks.state_of(self.stage))

@@ -48,9 +48,9 @@ def find_origin(
     """Continue the run's newest good checkpoint, or start from `checkpoint.load`'s weights, or from scratch.
 
     Raises:
-        UserError: the training data (`data` is their fingerprint) are not those the run began with, a newer version
-            wrote the newest checkpoint, there are checkpoints and none can be loaded, or `checkpoint.load` is damaged
-            or of another model.
+        UserError: the training data (`data` is their fingerprint) are not those the run began with, there are
+            checkpoints and none can be loaded (they are damaged, or a newer version wrote them), or `checkpoint.load`
+            is damaged, of a newer version or of another model.
     """
     if config.checkpoint.resume == "auto":
         origin = _newest_good(config, run_dir / "checkpoints", engine, data)
@@ -74,8 +74,13 @@ def _newest_good(
     data: str,
 ) -> Origin | None:
     bad: list[tuple[Path, str]] = []
+    newer: list[tuple[Path, directory.NewerFormatError]] = []
     for path in from_first_rank(lambda: [folder for _, folder in reversed(directory.committed(root))]):
-        found = problems(path, config.checkpoint.verify)
+        try:
+            found = problems(path, config.checkpoint.verify)
+        except directory.NewerFormatError as error:
+            newer.append((path, error))
+            continue
         if found:
             bad.append((path, found[0]))
             continue
@@ -88,13 +93,15 @@ def _newest_good(
             continue
         origin = Origin(state, path, marker.get("wandb_run_id"), marker.get("guards", {}), generators=generators)
         origin.versions = marker["versions"]
-        origin.warnings = set_aside(bad, f"the run goes back to step {state.step}")
+        origin.warnings = keep_newer(newer, state.step) + set_aside(bad, f"the run goes back to step {state.step}")
         if generators is None:
             origin.notes.append(
                 "another layout (or an earlier version) wrote the random number generators, which are seeded anew from"
                 " train.seed, step and rank"
             )
         return origin
+    if newer:
+        raise newer[0][1]
     if bad:
         more = f" (and {len(bad) - 1} older ones are damaged too)" if len(bad) > 1 else ""
         raise UserError(
@@ -129,11 +136,31 @@ def set_aside(bad: list[tuple[Path, str]], instead: str) -> list[str]:
     """
     told = []
     for path, why in bad:
-        aside = path.with_name(f"{path.name}.damaged")
-        failure = store.on_first_rank(lambda path=path, aside=aside: path.rename(aside))
-        where = "it cannot be renamed: remove it by hand" if failure else f"it is kept as {aside.name}"
+        where = _rename(path, "damaged") or "it cannot be renamed: remove it by hand"
         told.append(f"{path} is damaged ({why}); {instead}, and {where}")
     return told
+
+
+def keep_newer(newer: list[tuple[Path, directory.NewerFormatError]], step: int) -> list[str]:
+    """Give checkpoints of a newer version another ending, so that nothing prunes or overwrites them; a loud sentence
+    for each.
+    """
+    told = []
+    for path, error in newer:
+        kept = _rename(path, "newer")
+        if kept is None:
+            raise UserError(f"{error}; it cannot be renamed, and this run would overwrite it: see to rights there")
+        told.append(
+            f"{error}. The run goes back to step {step}, and {kept}, which nothing prunes or overwrites: to go on from"
+            f" it, stop this run, update, and rename it to {path.name} and later ones away"
+        )
+    return told
+
+
+def _rename(path: Path, ending: str) -> str | None:
+    """What to say of a checkpoint that got another ending; None where rank 0 cannot rename it."""
+    aside = from_first_rank(lambda: directory.aside(path, ending))
+    return None if store.on_first_rank(lambda: path.rename(aside)) else f"it is kept as {aside.name}"
 
 
 def _check_data(path: Path, marker: dict[str, Any], data: str) -> None:

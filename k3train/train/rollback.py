@@ -106,6 +106,7 @@ def roll_back(trainer: Trainer) -> None:
             f"{guards.state.rollbacks} (guards.max_rollbacks={config.guards.max_rollbacks}); try a lower optim.lr than "
             f"{config.optim.lr} in another run.dir"
         )
+    trainer.watchdog.beat(f"the rollback after step {trainer.state.step}", moving=True)
     trainer.saver.settle()
     found = from_first_rank(lambda: [path for _, path in directory.committed(trainer.run_dir / "checkpoints")])
     if not found:

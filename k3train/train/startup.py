@@ -133,7 +133,7 @@ def _recipe_of_newest(checkpoints: list[Path]) -> dict[str, Any]:
     for path in reversed(checkpoints):
         try:
             return directory.read_marker(path)["config"]
-        except directory.DamagedCheckpointError as error:
+        except (directory.DamagedCheckpointError, directory.NewerFormatError) as error:
             first = first or error
     raise first or AssertionError("no checkpoint")
 

@@ -14,6 +14,7 @@ from k3train.config.schema import RecipeConfig
 SHARE_OF_TIMEOUT = 0.8  # of run.timeout_minutes: before a collective gives up and hides who waits for whom
 EXIT_CODE = 124  # as of timeout(1)
 LINGER_SECONDS = 3.0  # after writing: a launcher kills all ranks when one has ended, and the others write too
+MOVED_BYTES = 256 * 1024  # between two looks, at most a second apart: reading or writing goes on
 LAST_RESORT_SECONDS = 15.0  # after the bound: for code that holds the interpreter's lock
 
 
@@ -21,6 +22,16 @@ def hang_seconds(config: RecipeConfig) -> float:
     """How long a rank may be silent: `guards.hang_minutes`, with its default resolved."""
     asked = config.guards.hang_minutes
     return 60 * (SHARE_OF_TIMEOUT * config.run.timeout_minutes if asked is None else asked)
+
+
+def moved_bytes() -> int:
+    """What this process has read and written, mapped files included; 0 where the system does not say."""
+    try:
+        lines = Path("/proc/self/io").read_text(encoding="ascii").splitlines()
+    except OSError:
+        return 0
+    counts = dict(line.split(": ") for line in lines)
+    return sum(int(counts[name]) for name in ("rchar", "wchar", "read_bytes", "write_bytes"))
 
 
 class Watchdog:
@@ -37,6 +48,7 @@ class Watchdog:
         self.path = log_dir / f"rank{rank}.stacks"
         self._stop = threading.Event()
         self._doing, self._deadline = "", 0.0
+        self._moving = False  # whether reading and writing counts as progress in what is done now
         self._file = None
         self._thread: threading.Thread | None = None
 
@@ -50,11 +62,26 @@ class Watchdog:
         self._thread = threading.Thread(target=self._watch, name="k3train watchdog", daemon=True)
         self._thread.start()
 
-    def beat(self, doing: str) -> None:
-        """Something was done; `doing` is what comes next, for the message."""
+    def __enter__(self) -> Watchdog:
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def beat(self, doing: str, moving: bool = False) -> None:
+        """Something was done; `doing` is what comes next, for the message.
+
+        With `moving` it is as long as the bytes it reads or writes: a checkpoint, an index of the data. While they flow
+        the bound begins anew.
+        """
         if self._file is None:
             return
-        self._doing, self._deadline = doing, time.monotonic() + self.seconds
+        self._doing, self._moving = doing, moving
+        self._extend()
+
+    def _extend(self) -> None:
+        self._deadline = time.monotonic() + self.seconds
         faulthandler.dump_traceback_later(self.seconds + LAST_RESORT_SECONDS, exit=True, file=self._file)
 
     def stop(self) -> None:
@@ -72,7 +99,12 @@ class Watchdog:
             self.path.unlink()
 
     def _watch(self) -> None:
+        before = moved_bytes()
         while not self._stop.wait(min(1.0, self.seconds / 10)):
+            now = moved_bytes()
+            if self._moving and now - before >= MOVED_BYTES:
+                self._extend()
+            before = now
             if time.monotonic() > self._deadline:
                 self._end()
 

@@ -307,13 +307,55 @@ def test_where_no_checkpoint_is_good_every_rank_says_so_and_nothing_is_changed(
     assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == before
 
 
-def test_a_newer_format_and_another_model_are_refused(pool: Any, corpus: Path, clean: Path, tmp_path: Path) -> None:
+def make_newer(checkpoint: Path) -> bytes:
+    """Have a newer version written it; its marker's bytes."""
+    marker = checkpoint / "checkpoint.json"
+    marker.write_text(json.dumps({**json.loads(marker.read_text()), "format_version": 2}))
+    return marker.read_bytes()
+
+
+def test_a_checkpoint_of_a_newer_version_gives_way_and_is_kept(
+    pool: Any, corpus: Path, clean: Path, tmp_path: Path
+) -> None:
+    """The run goes back to the one before, loudly, and makes that step again; the newer one is neither pruned nor
+    overwritten. Damage at the same step later has a name of its own.
+    """
+    recipe = small_recipe(corpus, tmp_path, **EVERY)
+    assert pool.run(train, 1, recipe, 2)[0][0] == 128 + 15
+    newer = newest(tmp_path)
+    written = make_newer(newer)
+    assert pool.run(train, 1, recipe, 2)[0][0] == 128 + 15  # in step 3
+    (warning,) = told(tmp_path, "was written in checkpoint format 2, this k3train reads up to 1; update it")
+    assert (warning["level"], warning["alert"]) == ("warning", True)
+    assert "The run goes back to step 1, and it is kept as step_00000002.newer" in warning["text"]
+    # A second one at the same step, and a damaged one twice.
+    make_newer(newer)
+    damaged = newest(tmp_path)
+    assert damaged.name == "step_00000003"
+    for name, stop in (("step_00000003.damaged", 2), ("step_00000003.2.damaged", 1)):
+        sorted(damaged.glob("*.distcp"))[0].unlink()
+        assert pool.run(train, 1, recipe, stop)[0][0] == 128 + 15
+        assert newest(tmp_path) == damaged
+        assert (tmp_path / "checkpoints" / name).is_dir()
+    assert pool.run(train, 1, recipe)[0][0] == 0
+    assert lines(tmp_path, "train") == lines(clean, "train")
+    names = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
+    aside = ["step_00000002.2.newer", "step_00000002.newer", "step_00000003.2.damaged", "step_00000003.damaged"]
+    assert [name for name in names if name.count(".")] == aside
+    assert (newer.with_name("step_00000002.newer") / "checkpoint.json").read_bytes() == written
+
+
+def test_where_all_are_of_a_newer_version_or_of_another_model_that_is_told(
+    pool: Any, corpus: Path, clean: Path, tmp_path: Path
+) -> None:
     recipe = small_recipe(corpus, tmp_path / "run", **EVERY)
     assert pool.run(train, 1, recipe, 2)[0][0] == 128 + 15
-    marker = newest(tmp_path / "run") / "checkpoint.json"
-    marker.write_text(json.dumps({**json.loads(marker.read_text()), "format_version": 2}))
-    for message, _ in pool.run(train, 2, recipe):  # and not continued from the older one, which is good
+    for _, path in directory.committed(tmp_path / "run" / "checkpoints"):
+        make_newer(path)
+    before = sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir())
+    for message, _ in pool.run(train, 2, recipe):
         assert "was written in checkpoint format 2, this k3train reads up to 1; update it" in message
+    assert sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir()) == before
     other = small_recipe(corpus, tmp_path / "other", checkpoint__load=str(clean), **LAYERS, model__hidden_size=64)
     for message, _ in pool.run(train, 2, other):
         assert "holds another model: model.hidden_size was 32 there and is 64 here; choose another" in message

@@ -52,6 +52,33 @@ def test_a_corrupt_checkpoint_has_lost_half_a_file(pool: Any, corpus: Path, tmp_
     assert sizes[0] < 0.9 * sizes[1]
 
 
+def test_a_disk_that_is_full_where_nothing_is_written_is_said(
+    pool: Any, corpus: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Else who rehearses believes that a full disk is no trouble."""
+    from k3train.config.guards import FaultConfig
+    from k3train.train.faults import Faults
+
+    faults = Faults([FaultConfig(kind="disk_full", step=2)], tmp_path, 0, [])
+    for step, full in ((1, False), (2, True), (3, False)):
+        with faults.saving(step):
+            pass
+        faults.saved(step, tmp_path)
+        assert (f"disk_full in step {step} changed nothing: this rank writes no file" in capfd.readouterr().err) == full
+
+
+def test_the_largest_shard_of_either_engine(tmp_path: Path) -> None:
+    from k3train.train.faults import largest_shard
+
+    for shard in ("__0_1.distcp", "deepspeed/tensors-1.safetensors"):
+        checkpoint = tmp_path / Path(shard).suffix[1:]
+        sizes = {shard: 40, shard.replace("1", "0"): 30, "tokenizer/tokenizer.json": 90, "manifest.json": 80}
+        for name, size in {**sizes, "checkpoint.json": 70}.items():
+            (checkpoint / name).parent.mkdir(parents=True, exist_ok=True)
+            (checkpoint / name).write_bytes(b"x" * size)
+        assert largest_shard(checkpoint) == checkpoint / shard
+
+
 def test_the_slow_rank_is_named(pool: Any, corpus: Path, tmp_path: Path) -> None:
     slow = {"kind": "slow", "step": 2, "rank": 1, "steps": 2, "seconds": 4.0}
     recipe = small_recipe(corpus, tmp_path, faults=[slow], guards__straggler_patience=2, train__steps=4)

@@ -21,6 +21,7 @@ echo "srun $*" >> "$CALLS"
 [ -z "${LISTENS_LATE:-}" ] || trap '' USR1 # as slurm/agent.sh
 [ -z "${STOP_WHILE_STARTING:-}" ] || kill -USR1 $PPID
 while [[ $1 == -* ]]; do shift; done
+[ "$1" != /inside/python ] || set -- "$INSIDE" "${@:2}" # the container's
 exec "$@"
 """
 SCONTROL = """#!/bin/bash
@@ -30,6 +31,7 @@ if [[ $2 != hostnames && -s $CALLS.fail ]]; then # a line for each call that com
 fi
 case "$*" in
     "requeue "*) [ -z "${NO_REQUEUE:-}" ] || { echo "Requested operation is presently disabled" >&2; exit 1; } ;;&
+    "show hostnames"*) [ -z "${HOSTS:-}" ] || { printf '%s\\n' $HOSTS; exit; } ;;&
     "show hostnames"*) printf 'localhost\\n%.0s' $(seq $SLURM_NNODES) ;;
     "show job"*) echo "JobId=7 JobState=RUNNING " ;;
     *) echo "scontrol $*" >> "$CALLS" ;;
@@ -38,6 +40,7 @@ esac
 PYTHON = """#!/bin/bash
 # Python, but for k3train: a server that is healthy after a while, and ranks that ask it.
 case "$3" in
+    --dir) case " $* " in *" --verdict "*) eval "${VERDICT:-:}" ;; *) eval "$HEALTH" ;; esac; exec "$REAL" "$@" ;;
     serve) exec "$REAL" "$STAND_IN" serve "$@" ;;
     recipe=*) exec "$REAL" "$STAND_IN" ranks "$@" ;;
     *) exec "$REAL" "$@" ;;
@@ -260,6 +263,40 @@ def test_a_server_in_a_job_of_its_own(job: dict[str, str]) -> None:
     while not is_free(job):
         assert time.monotonic() < deadline
         time.sleep(0.1)
+
+
+def health_of(job: dict[str, str], health: str, **more: str) -> tuple[int, str, list[str]]:
+    """A job of the nodes n1 and n2 whose check is a line of bash. Its ranks, where they start, end with 0."""
+    ranks = {"RANKS_END": "0", "RANKS_REACH": "1"}
+    nodes = {"HOSTS": "n1 n2", "SLURM_NNODES": "2", "SLURM_JOB_NODELIST": "n[1-2]"}
+    return run({**job, "K3_HEALTH_CHECK": "1", "HEALTH": health}, "pretrain", **ranks, **nodes, **more)
+
+
+WROTE = """echo '{"node": "n1", "troubles": [], "facts": [], "shared": []}' > "$4/n1.json"; exit 3"""
+
+
+def test_a_refused_recipe_is_told_from_a_python_that_is_not_there(job: dict[str, str]) -> None:
+    """Slurm ends a task with 2, the error number, where its program does not exist; the check refuses with 64."""
+    code, said, calls = health_of(job, "exit 64")
+    assert code == 2, said
+    assert "scontrol requeue 7" not in calls
+    code, said, calls = health_of(job, "exit 2")
+    assert "the health check failed (exit code 2) and no node is to blame" in said
+    assert "scontrol requeue 7" in calls
+    assert not [c for c in calls if c.startswith("ranks")]
+
+
+@pytest.mark.parametrize("verdict", ["", "exit 1"])
+def test_a_bad_node_is_named_by_the_containers_python(job: dict[str, str], verdict: str) -> None:
+    """There is none outside. It is asked on a node that has reported; where that fails, bash names the silent ones."""
+    inside = {"K3_PYTHON": "/inside/python", "INSIDE": job["K3_PYTHON"], "K3_SRUN_OPTIONS": "--container-image=x"}
+    code, said, calls = health_of({**job, **inside}, WROTE, VERDICT=verdict)
+    assert code == 3, said
+    assert "bad nodes: n2; 1 good ones are left and 2 are needed" in said
+    assert "scontrol update JobId=7 ExcNodeList=n2" in calls
+    (asked,) = [c for c in calls if "--verdict" in c]
+    assert "--container-image=x" in asked
+    assert "--nodelist=n1 --nodes=1 --ntasks=1 /inside/python -m k3train.health" in asked
 
 
 def test_nothing_to_serve_is_said(job: dict[str, str]) -> None:

@@ -61,8 +61,10 @@ def test_unfinished_ones_go_and_the_one_being_written_stays(tmp_path: Path) -> N
     for name in ("step_00000002.aa.partial", "step_00000003.bb.partial", "step_00000001.removed"):
         (tmp_path / name).mkdir()
     (tmp_path / "step_00000004.damaged").mkdir()
+    (tmp_path / "step_00000004.newer").mkdir()
     assert prune(tmp_path, Retention(last=1), writing=tmp_path / "step_00000003.bb.partial") == []
-    assert names(tmp_path) == ["step_00000001", "step_00000003.bb.partial", "step_00000004.damaged"]
+    aside = ["step_00000004.damaged", "step_00000004.newer"]
+    assert names(tmp_path) == ["step_00000001", "step_00000003.bb.partial", *aside]
 
 
 def test_a_commit_that_died_between_its_renames_is_undone(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ import pytest
 from k3train import health
 from k3train.health import Report
 from k3train.launch import _claimed_port
+from k3train.meeting import ring_rounds, suspects, write_json
 
 RECIPE = ["recipe=pretrain/k3-tiny", "parallel=single"]
 
@@ -56,7 +57,7 @@ def test_a_clock_that_is_off() -> None:
 def test_the_verdict_names_silent_and_bad_nodes(tmp_path: Path) -> None:
     Report("a").write(tmp_path)
     Report("b", ["no device"]).write(tmp_path)
-    health._write(tmp_path / health.BAD_FILE, {"c": "clock"})
+    write_json(tmp_path / health.BAD_FILE, {"c": "clock"})
     Report("c").write(tmp_path)
     assert health.verdict(tmp_path, ["a", "b", "c", "d"]) == ["b", "c", "d"]
     Report("a", ["no device"]).write(tmp_path)
@@ -85,13 +86,16 @@ def test_what_all_nodes_share_is_no_nodes_fault(tmp_path: Path, capfd: pytest.Ca
     assert health.verdict(tmp_path, ["c", "d"]) == ["d"]
 
 
-def start(port: int, rank: int, folder: Path, *options: str) -> subprocess.Popen:
-    """One of two nodes, `node0` and `node1`."""
-    environment = {**os.environ, "RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+def start(
+    port: int, rank: int, folder: Path, *options: str, size: int = 2, program: str | None = None
+) -> subprocess.Popen:
+    """One of `size` nodes, `node0` and so on; `program` runs the check in its own way."""
+    environment = {**os.environ, "RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
     environment |= {"MASTER_ADDR": "::1" if has_ipv6() else "127.0.0.1", "MASTER_PORT": str(port)}
     environment |= {"SLURMD_NODENAME": f"node{rank}", "OMP_NUM_THREADS": "1"}
     folder.mkdir(exist_ok=True)
-    command = [sys.executable, "-m", "k3train.health", "--dir", str(folder), *options, "--", *RECIPE]
+    check = ["-m", "k3train.health"] if program is None else ["-c", program]
+    command = [sys.executable, *check, "--dir", str(folder), *options, "--", *RECIPE]
     return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
@@ -136,8 +140,69 @@ def test_a_node_that_does_not_come(tmp_path: Path) -> None:
 
 
 def test_a_recipe_that_cannot_work_is_told(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    assert health.main(["--dir", str(tmp_path), "--", "recipe=pretrain/k3-tiny", "optim.learning_rate=1"]) == 2
+    assert health.main(["--dir", str(tmp_path), "--", "recipe=pretrain/k3-tiny", "optim.learning_rate=1"]) == 64
     assert "optim.learning_rate" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("options", [["--min-free-gb", "much"], ["--nonsense"]])
+def test_options_that_cannot_work_are_told(
+    options: list[str], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Slurm ends a task with 2 where its program is not there: what the check refuses has another code."""
+    assert health.main(["--dir", str(tmp_path), *options, "--", *RECIPE]) == 64
+    told = capfd.readouterr().err
+    assert told.startswith("k3train: K3_HEALTH_OPTIONS: ")
+    assert told.count("\n") == 1
+    assert health.main(["--dir", str(tmp_path), "--", "recipe=pretrain/k3-tiny", "--nonsense"]) == 64
+
+
+@pytest.mark.parametrize("size", [3, 4, 7, 16])
+def test_neighbours_in_a_ring_name_the_bad_nodes(size: int) -> None:
+    """Each node meets two others, never two at a time; whatever single node is bad, no other is in doubt."""
+    rounds = ring_rounds(size)
+    for pairs in rounds:
+        met = [rank for pair in pairs for rank in pair]
+        assert len(met) == len(set(met))
+    pairs = [pair for pairs in rounds for pair in pairs]
+    assert sorted(rank for pair in pairs for rank in pair) == sorted([*range(size)] * 2)
+    assert len({tuple(sorted(pair)) for pair in pairs}) == size
+    for bad in range(size):
+        doubtful, good = suspects(size, {pair: bad not in pair for pair in pairs})
+        assert (doubtful, len(good)) == ([bad], size - 1)
+    assert suspects(size, dict.fromkeys(pairs, False)) == (list(range(size)), [])
+    assert suspects(3, {}) == ([0, 1, 2], [])
+
+
+MISCOUNTS = """
+import sys
+from k3train import health, meeting
+right = meeting.Meeting.reduce
+def reduce(self, tensor, group):
+    right(self, tensor, group)
+    if health.this_node() in {bad}:
+        tensor += 1
+meeting.Meeting.reduce = reduce
+sys.exit(health.main())
+"""
+
+
+@pytest.mark.parametrize(("bad", "code"), [(["node1"], health.BAD_NODES), (["node0", "node1", "node2"], 1)])
+def test_a_node_whose_all_reduce_fails_is_named(tmp_path: Path, bad: list[str], code: int) -> None:
+    """By all-reduces of two; where they fail for all, it is rather the network, and nobody is excluded."""
+    names = ["node0", "node1", "node2"]
+    with _claimed_port() as port:
+        program = MISCOUNTS.format(bad=bad)
+        options = ("--seconds", "240", "--nodes", "2")
+        nodes = [start(port, rank, tmp_path, *options, size=3, program=program) for rank in range(3)]
+        said = [node.communicate(timeout=300)[0] for node in nodes]
+    assert [node.returncode for node in nodes] == [code] * 3, said
+    assert "the all-reduce among 3 nodes fails on node1: the sum on cpu is 7.0 and should be 6.0" in said[1]
+    if code == 1:
+        assert health.verdict(tmp_path, names) == []
+        assert "no single node can be told" in said[0]
+    else:
+        assert health.verdict(tmp_path, names) == ["node1"]
+        assert "node node1 is bad: an all-reduce with any other node fails, and succeeds among others" in said[0]
 
 
 def test_the_time_limit_ends_with_the_check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -154,5 +219,5 @@ def test_the_time_limit_ends_with_the_check(tmp_path: Path, monkeypatch: pytest.
             time.sleep(0.01)
     assert left == [1]
     arguments = ["--dir", str(tmp_path), "--", *RECIPE, "optim.learning_rate=1"]
-    assert health.main(arguments) == 2
+    assert health.main(arguments) == health.REFUSED
     assert not [thread for thread in threading.enumerate() if isinstance(thread, threading.Timer)]

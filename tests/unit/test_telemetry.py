@@ -205,6 +205,26 @@ def test_a_fresh_start_in_a_used_directory_begins_at_nothing(tmp_path: Path) -> 
     assert not [record for record in read_metrics(tmp_path, "event") if record["level"] == "warning"]
 
 
+@pytest.mark.parametrize("error", [RuntimeError("no backend"), OSError("full"), ValueError("a shape")])
+def test_a_picture_that_cannot_be_drawn_ends_no_run(
+    error: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is the last thing a run does, behind its last checkpoint."""
+
+    def fail(run_dir: Path) -> None:
+        raise error
+
+    monkeypatch.setattr("k3train.telemetry.plots.draw_curves", fail)
+    telemetry = start(tmp_path)
+    telemetry.step(make_step(1))
+    assert telemetry.finish("finished") == []
+    events = list(read_metrics(tmp_path, "event"))
+    (warning,) = [event["text"] for event in events if event["level"] == "warning"]
+    assert "the pictures cannot be drawn" in warning
+    assert str(error) in warning
+    assert events[-1]["text"] == "run finished at step 1"
+
+
 def test_a_first_attempt_without_a_step_is_the_same_run(tmp_path: Path) -> None:
     """W&B has its evaluation of step 0, and a requeue in the first step must not begin a second run."""
     first = start(tmp_path)

@@ -6,7 +6,9 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -47,6 +49,79 @@ def test_a_stuck_rank_writes_where_it_stands_and_ends(tmp_path: Path, call: str,
         assert "rank 3: no progress for 1 s in step 7" in done.stderr
         assert "in waits_for_others" in done.stderr
         assert stacks.count("hread 0x") == 2  # the main one and the watchdog's own
+
+
+SAVES = """
+import sys, time
+from pathlib import Path
+from k3train.train.watchdog import Watchdog
+Watchdog.__enter__(dog := Watchdog(2.0, 0, Path(sys.argv[1])))
+dog.beat("the checkpoint of step 7", moving=sys.argv[2] == "moving")
+end = time.monotonic() + 6.0
+with open(Path(sys.argv[1]) / "shard", "wb") as file:
+    while time.monotonic() < end:
+        file.write(b"x" * 2**20)
+        file.flush()
+        file.seek(0)
+        time.sleep(0.02)
+print("written", flush=True)
+time.sleep(300)
+"""
+
+
+@pytest.mark.parametrize("moving", [True, False])
+def test_a_long_save_is_no_hang_while_it_writes(tmp_path: Path, moving: bool) -> None:
+    """It is one when it stands still; and in a step, what another thread writes is no progress."""
+    done = subprocess.run(
+        [sys.executable, "-c", SAVES, str(tmp_path), "moving" if moving else "still"],
+        capture_output=True,
+        text=True,
+        timeout=250,
+        check=False,
+    )
+    assert done.returncode == EXIT_CODE, done.stderr
+    assert ("written" in done.stdout) == moving
+    assert "no progress for 2 s in the checkpoint of step 7" in done.stderr
+
+
+HANGS_AT_START = """
+import sys, time
+from k3train import platform
+platform.adapt("cpu")
+from k3train.config.schema import RecipeConfig
+from k3train.train.loop import run_training
+config = RecipeConfig()
+config.run.dir, config.guards.hang_minutes = sys.argv[1], 1 / 60
+def reads_its_data(config):
+    time.sleep(300)
+run_training(config, reads_its_data, platform.start("cpu", 1))
+"""
+
+
+def test_a_hang_before_the_first_step_is_one(tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    done = subprocess.run(
+        [sys.executable, "-c", HANGS_AT_START, str(run_dir)], capture_output=True, text=True, timeout=250, check=False
+    )
+    assert done.returncode == EXIT_CODE, done.stderr
+    assert "rank 0: no progress for 1 s in the start: data and model" in done.stderr
+    assert "in reads_its_data" in (run_dir / "logs" / "rank0.stacks").read_text()
+
+
+def test_an_evaluation_beats_with_each_of_its_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And the bytes of a checkpoint count, those of an evaluation do not."""
+    from k3train.train import loop
+
+    beats: list[tuple[str, bool]] = []
+    trainer = object.__new__(loop.Trainer)
+    trainer.watchdog = SimpleNamespace(beat=lambda doing, moving=False: beats.append((doing, moving)))
+    trainer.state = SimpleNamespace(step=4)
+    trainer.timers = SimpleNamespace(phase=lambda name: nullcontext())
+    asked = iter([0, 0, 15])
+    monkeypatch.setattr(trainer, "_stop_asked", lambda: next(asked))
+    trainer.runner = SimpleNamespace(evaluate=lambda batches, stop: None if [stop(), stop(), stop()][-1] else {})
+    assert trainer._evaluate_on([]) is False
+    assert beats == [("the evaluation after step 4", False)] * 3
 
 
 def test_a_rank_that_goes_on_is_left_alone(tmp_path: Path) -> None:
