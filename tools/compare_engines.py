@@ -4,8 +4,9 @@
     python tools/compare_engines.py --ranks 1 --steps 6 --case "deepspeed.zero_stage=3" train.seq_length=128
 
 Every case is `k3train` with its overrides (`engine=deepspeed` unless they say otherwise) beside one run of
-`engine=megatron`, on as many gloo ranks and on the same batches. Runs that are finished are not repeated. Prints a table in Markdown: the largest difference of
-any step in loss, in gradient norm (of the norm), and in the spread of the router biases.
+`engine=megatron`, on as many gloo ranks and on the same batches. Runs that are finished are not repeated. Prints a
+table in Markdown: the largest difference of any step in loss, in gradient norm (of the norm), and in the spread of the
+router biases.
 """
 
 from __future__ import annotations
