@@ -1,6 +1,6 @@
 """Break a run again and again and see that nothing of it shows: `python tools/soak.py --out DIR`.
 
-A small model is trained twice, once undisturbed and once with a kill, a hang or a signal every few dozen steps, started
+A model (a small one of k3-tiny's kind, or with `--model k3-tiny` that itself) is trained twice, once undisturbed and once with a kill, a hang or a signal every few dozen steps, started
 anew after each. In the end every step's numbers, and every tensor of the last checkpoint, have to be the same bits; and
 the memory of the undisturbed run must not have grown. Exit code 0 where that holds.
 """
@@ -72,7 +72,8 @@ def command(options: argparse.Namespace, corpus: Path, run_dir: Path, faults: li
     listed = ",".join("{" + ",".join(f"{k}: {v}" for k, v in fault.items()) + "}" for fault in faults)
     return [
         *shlex.split(options.wrap),
-        *(sys.executable, "-m", "k3train", "recipe=pretrain/k3-tiny", "parallel=single", *MODEL),
+        *(sys.executable, "-m", "k3train", "recipe=pretrain/k3-tiny", "parallel=single"),
+        *(MODEL if options.model == "small" else ()),
         f"parallel.expert={options.ranks}",
         f"parallel.world_size={options.ranks}",
         *(f"run.name={run_dir.name}", f"run.dir={run_dir}", "run.threads_per_rank=1", "telemetry=quiet"),
@@ -203,6 +204,7 @@ def main() -> int:
     """Run the program; returns its exit code."""
     parser = argparse.ArgumentParser(description="Break a run again and again and see that nothing of it shows.")
     parser.add_argument("--out", type=Path, required=True, help="directory to make")
+    parser.add_argument("--model", choices=("small", "k3-tiny"), default="small", help="(%(default)s)")
     parser.add_argument("--steps", type=int, default=500)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--every", type=int, nargs=2, default=(20, 60), metavar=("LEAST", "MOST"), help="steps")
