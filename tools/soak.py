@@ -1,9 +1,9 @@
 """Break a run again and again and see that nothing of it shows: `python tools/soak.py --out DIR`.
 
-A model (a small one of k3-tiny's kind, or k3-tiny itself with `--model k3-tiny`) is trained twice, once undisturbed and
-once with a kill, a hang or a signal every few dozen steps, started anew after each. In the end the numbers of every step
-and all tensors of the last checkpoint have to be the same bits, and the memory of the undisturbed run must not have
-grown. Exit code 0 where that holds.
+A model (a small one of k3-tiny's kind, or k3-tiny itself with `--model k3-tiny`) is trained twice, once undisturbed
+and once with a kill, a hang or a signal every few dozen steps, started anew after each. In the end the numbers of
+every step and all tensors of the last checkpoint have to be the same bits, and the memory of the undisturbed run must
+not have grown. Exit code 0 where that holds.
 """
 
 from __future__ import annotations
