@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -244,3 +245,30 @@ def test_starting_weights_are_loaded_and_checked(pool: Any, folder: Path, tmp_pa
     changes["checkpoint__load"] = str(hf)
     assert f"k3train import --hf {hf}" in told()
     assert not (tmp_path / "refused").exists()
+
+
+@pytest.mark.usefixtures("_cpu_rank")
+def test_an_imported_folder_is_fine_tuned(pool: Any, folder: Path, tmp_path: Path) -> None:
+    """Packed experts, a tokenizer with structural tokens: the run begins from the published weights and rounds."""
+    from hf_folder import k3_tensors, write_folder
+
+    from k3train import cli
+    from k3train.checkpoint import directory
+    from k3train.hf.torch_dist import TensorReader
+
+    hf, imported = write_folder(tmp_path / "hf", k3_tensors(tame=True)), tmp_path / "imported"
+    shutil.copytree(folder / "chat", hf, dirs_exist_ok=True)
+    assert cli.main(["import", "--hf", str(hf), "--out", str(imported)]) == 0
+    changes = {"checkpoint__load": str(imported), "optim__lr": 1e-12, "optim__min_lr": 1e-12, "train__steps": 1}
+    recipe = chat_recipe(folder, tmp_path / "run", **changes, quant__enabled=True)
+    recipe["model"] = directory.read_marker(directory.resolve(imported))["config"]["model"]
+    recipe["data"]["tokenizer"] = str(directory.resolve(imported) / directory.TOKENIZER)
+    ((code, tuned),) = pool.run(fine_tune, 1, recipe)
+    assert code == 0, code
+    published = TensorReader(directory.resolve(imported))
+    moved = {name: float((tensor - published.read(name).float()).abs().max()) for name, tensor in tuned.items()}
+    assert len(moved) > 40
+    assert max(moved.values()) < 1e-6, max(moved, key=moved.get)
+    [line] = lines(tmp_path / "run", "train")
+    assert "mxfp4 weights" in line["paths"]["quant"]
+    assert line["loss"] > 1

@@ -113,6 +113,18 @@ def test_parts_of_every_form_give_the_same_set(
     assert [folder.name for folder in tmp_path.iterdir() if folder.suffix] == []  # nothing but the set is left
 
 
+def test_the_split_that_is_named_is_encoded(rows: list[dict], encoder: ChatEncoder, tmp_path: Path) -> None:
+    parts = {"first": rows[:9], "second": rows[9:]}
+    saved = datasets.DatasetDict({name: datasets.Dataset.from_list(part) for name, part in parts.items()})
+    saved.save_to_disk(str(tmp_path / "saved"))
+    for name, part in parts.items():
+        found = make_set([str(tmp_path / "saved")], SftConfig(split=name), encoder, SEQ, tmp_path / "cache", "train")
+        expected = [encoder.encode(conversation_of(row, "row")).ids for row in part]
+        assert open_set(found).tokens.tolist() == [i for ids in expected if len(ids) <= SEQ + 1 for i in ids.tolist()]
+    with pytest.raises(UserError, match="has the splits first, second"):
+        make_set([str(tmp_path / "saved")], SftConfig(), encoder, SEQ, tmp_path / "cache", "train")
+
+
 @pytest.mark.usefixtures("small_parts")
 def test_a_wrong_row_is_named_by_its_place_in_the_file(folder: Path, encoder: ChatEncoder, tmp_path: Path) -> None:
     lines = (folder / "rows.jsonl").read_text(encoding="utf-8").splitlines()
