@@ -24,6 +24,7 @@ LEVELS = {
     "environment": 6,
     "machine": 6,
     "health": 6,
+    "meeting": 6,
     "stages": 5,
     "rollout": 5,
     "rl": 5,
