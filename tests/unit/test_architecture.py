@@ -21,7 +21,6 @@ LEVELS = {
     "__main__": 6,
     "launch": 6,
     "sweep": 6,
-    "environment": 6,
     "machine": 6,
     "health": 6,
     "meeting": 6,
@@ -42,6 +41,7 @@ LEVELS = {
     "quant": 2,
     "k3kernels": 1,
     "platform": 0,
+    "environment": 0,
     "quiet": -1,
     "rank_logs": -1,
 }
