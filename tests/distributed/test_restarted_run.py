@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from stored import newest
 
 from k3train.cli import main
 from k3train.telemetry.metrics_log import read_metrics
-from k3train.telemetry.wandb_file import history
+from k3train.telemetry.wandb_file import history, records
 from k3train.telemetry.wandb_sink import panel_metrics
 
 EVERY = {
@@ -57,6 +58,10 @@ def test_the_offline_files_of_a_restarted_run_are_its_metrics(pool: Any, corpus:
         assert pool.run(train, 2, recipe, stop)[0][0] == (128 + 15 if stop else 0)
     files = sorted((tmp_path / "wandb").glob("offline-run-*/*.wandb"))
     assert len(files) == 3
+    deadline = time.monotonic() + 60
+    while not any(record.WhichOneof("record_type") == "exit" for record in records(files[-1])):
+        assert time.monotonic() < deadline  # W&B's service may still be writing
+        time.sleep(0.1)
     assert len({path.name for path in files}) == 1  # one run
     rows = [row for path in files for row in history(path)]
     trained = {row["step"]: row for row in rows if "loss/train" in row}
