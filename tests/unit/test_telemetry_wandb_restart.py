@@ -114,38 +114,47 @@ def assert_joined_files_are_the_metrics(run_dir: Path, steps: range) -> None:
     assert evaluated == sorted(set(evaluated))
 
 
+class Service:
+    """Stands in for wandb and its server, which holds one run at the most."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[str, str]] = []  # (id, resume) of each start
+        self.existing: set[str] = set()
+        self.sent: list[list[int]] = []  # steps, by each start
+        self.served = [-1]  # the last step that has reached W&B
+
+    def module(self) -> types.ModuleType:
+        class UsageError(Exception):
+            """As W&B raises where a run that must resume does not exist."""
+
+        class OneRun(DyingRun):
+            def log(self, data: dict[str, Any], step: int) -> None:
+                self.logged.append(step)
+
+        def init(**options: Any) -> DyingRun:
+            self.asked.append((options["id"], options["resume"]))
+            if options["resume"] == "must" and options["id"] not in self.existing:
+                raise UsageError("does not exist")
+            self.existing.add(options["id"])
+            run = OneRun()
+            run.starting_step = self.served[0] + 1
+            self.sent.append(run.logged)
+            return run
+
+        return broken_wandb(
+            init=init,
+            Settings=lambda **options: options,
+            errors=types.SimpleNamespace(UsageError=UsageError),
+            teardown=lambda: self.asked.append(("", "stopped")),
+        )
+
+
 def test_a_resumed_run_has_to_be_there_and_is_begun_aloud_where_it_is_not(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    class UsageError(Exception):
-        """As W&B raises where a run that must resume does not exist."""
-
-    class OneRun(DyingRun):
-        def log(self, data: dict[str, Any], step: int) -> None:
-            self.logged.append(step)
-
-    asked: list[tuple[str, str]] = []
-    existing: set[str] = set()
-    sent: list[list[int]] = []  # steps, by each start
-    served = [-1]  # the last step that has reached W&B
-
-    def init(**options: Any) -> DyingRun:
-        asked.append((options["id"], options["resume"]))
-        if options["resume"] == "must" and options["id"] not in existing:
-            raise UsageError("does not exist")
-        existing.add(options["id"])
-        run = OneRun()
-        run.starting_step = served[0] + 1
-        sent.append(run.logged)
-        return run
-
-    module = broken_wandb(
-        init=init,
-        Settings=lambda **options: options,
-        errors=types.SimpleNamespace(UsageError=UsageError),
-        teardown=lambda: asked.append(("", "stopped")),
-    )
-    monkeypatch.setitem(sys.modules, "wandb", module)
+    service = Service()
+    asked, existing, sent, served = service.asked, service.existing, service.sent, service.served
+    monkeypatch.setitem(sys.modules, "wandb", service.module())
     first = start(tmp_path, wandb=WandbSettings(mode="online"))
     first.evaluation({"step": 0, "loss": 7.0})
     name = asked[0][0]
