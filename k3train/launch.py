@@ -177,7 +177,9 @@ class _Ranks:
             yield
         finally:
             for number, handler in earlier.items():
-                signal.signal(number, handler)
+                # A batch script repeats USR1 until this process has ended: the ranks' exit code has still to be told.
+                repeated = number == signal.SIGUSR1 and self.signal != 0
+                signal.signal(number, signal.SIG_IGN if repeated else handler)
 
     def verdict(self, log_dir: Path) -> int:
         """The exit code of the whole; the last lines of the rank at fault are shown where it is not rank 0."""

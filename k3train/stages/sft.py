@@ -9,13 +9,14 @@ import torch.distributed as dist
 
 from k3train.config.schema import RecipeConfig
 from k3train.data.chat.dataset import ChatRows
-from k3train.data.chat.encode import cache_of
+from k3train.data.chat.encode import Patience, cache_of
 from k3train.data.chat.encoder import make_encoder
 from k3train.data.chat.store import encoded_set
 from k3train.data.chat.usable import describe_counts
 from k3train.model.model import TokenLosses
 from k3train.stages.inputs import fitting_tokenizer
 from k3train.stages.pretrain import PretrainStage
+from k3train.train.watchdog import hang_seconds
 
 # Held-out rows do not follow the run's seed: runs that differ in it are judged on the same ones.
 _VALIDATION_SEED = 1234
@@ -26,6 +27,17 @@ def row_multiple(config: RecipeConfig) -> int:
     context, taps = config.parallel.context, config.model.kda.conv_size
     unit = math.lcm(config.parallel.tensor * context, 16)
     return unit * math.ceil(context * (taps - 1) / unit) if context > 1 else unit
+
+
+def others_patience(config: RecipeConfig) -> Patience:
+    """How long ranks may wait for the first one to encode: a collective's bound, or that of a silent rank if less.
+
+    A rank that waits in a collective moves no bytes, so that the watchdog ends it however busy the first is.
+    """
+    timeout, hang = config.run.timeout_minutes, hang_seconds(config) / 60
+    if not 0 < hang < timeout:  # 0: nobody watches
+        return Patience(timeout, "run.timeout_minutes")
+    return Patience(hang, "run.timeout_minutes" if config.guards.hang_minutes is None else "guards.hang_minutes")
 
 
 class SftStage(PretrainStage):
@@ -49,7 +61,7 @@ class SftStage(PretrainStage):
         train, sft = config.train, config.sft
         tokenizer = fitting_tokenizer(config)
         encoder = make_encoder(sft, tokenizer, config.data.tokenizer)
-        cache, patience = cache_of(config), config.run.timeout_minutes
+        cache, patience = cache_of(config), others_patience(config)
         multiple = row_multiple(config)
 
         def rows(inputs: list[str], name: str, samples: int, batch: int, seed: int) -> ChatRows:

@@ -89,9 +89,9 @@ class Watchdog:
         self._stop.set()
         if self._file is None:
             return
-        faulthandler.cancel_dump_traceback_later()
         if self._thread is not None:
             self._thread.join()
+        faulthandler.cancel_dump_traceback_later()  # after the thread, which may just have set it anew
         self._file.close()
         empty = self.path.stat().st_size == 0
         self._file = None

@@ -205,10 +205,10 @@ def test_ranks_do_not_wait_longer_than_they_can(pool: Any, folder: Path, tmp_pat
     """A set that takes too long to encode ends in one sentence on all of them; one rank alone may take its time."""
     recipe = chat_recipe(folder, tmp_path, train__steps=1)
     recipe["run"]["timeout_minutes"] = 1e-7
+    recipe["guards"] = {"hang_minutes": 0}  # else the watchdog, whose default follows, is first
     told = "run `k3train encode-data` with the same recipe and --workers N first (1 of "
     for message, _ in pool.run(fine_tune_in_small_parts, 2, recipe):
         assert told in message
-    recipe["guards"] = {"hang_minutes": 0}
     assert [code for code, _ in pool.run(fine_tune_in_small_parts, 1, recipe)] == [0]
 
 

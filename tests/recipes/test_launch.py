@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from k3train.errors import UserError
-from k3train.launch import Patience, _claimed_port, launch
+from k3train.launch import Patience, _claimed_port, _Ranks, launch
 
 FAKE = str(Path(__file__).with_name("fake_rank.py"))
 HASTE = Patience(settle=0.3, finish=0.3, grace=0.5)
@@ -176,6 +176,24 @@ def test_handlers_are_given_back(tmp_path: Path) -> None:
     run(tmp_path, "ok")
     assert signal.getsignal(signal.SIGINT) is before
     assert os.environ.get("RANK") is None
+
+
+def test_a_request_that_is_repeated_while_the_launcher_ends_kills_nothing() -> None:
+    """slurm/environment.sh tells USR1 until this process has ended, and the ranks' exit code has still to be told."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1)}
+    try:
+        signal.signal(signal.SIGUSR1, signal.SIG_DFL)
+        with _Ranks(Patience()).signals():
+            pass
+        assert signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL
+        with (ranks := _Ranks(Patience())).signals():
+            os.kill(os.getpid(), signal.SIGUSR1)
+        assert ranks.signal == signal.SIGUSR1
+        assert signal.getsignal(signal.SIGUSR1) is signal.SIG_IGN
+        assert signal.getsignal(signal.SIGTERM) is before[signal.SIGTERM]
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def test_a_rank_that_breaks_ends_the_run_though_another_waits_for_it(

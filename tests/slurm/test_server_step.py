@@ -269,7 +269,7 @@ def health_of(job: dict[str, str], health: str, **more: str) -> tuple[int, str, 
     """A job of the nodes n1 and n2 whose check is a line of bash. Its ranks, where they start, end with 0."""
     ranks = {"RANKS_END": "0", "RANKS_REACH": "1"}
     nodes = {"HOSTS": "n1 n2", "SLURM_NNODES": "2", "SLURM_JOB_NODELIST": "n[1-2]"}
-    return run({**job, "K3_HEALTH_CHECK": "1", "HEALTH": health}, "pretrain", **ranks, **nodes, **more)
+    return run({**job, "K3_HEALTH_CHECK": "1", "HEALTH": health}, "pretrain", **{**ranks, **nodes, **more})
 
 
 WROTE = """echo '{"node": "n1", "troubles": [], "facts": [], "shared": []}' > "$4/n1.json"; exit 3"""
@@ -297,6 +297,22 @@ def test_a_bad_node_is_named_by_the_containers_python(job: dict[str, str], verdi
     (asked,) = [c for c in calls if "--verdict" in c]
     assert "--container-image=x" in asked
     assert "--nodelist=n1 --nodes=1 --ntasks=1 /inside/python -m k3train.health" in asked
+
+
+@pytest.mark.parametrize(("container", "asked"), [("--container-image=x", ["n1", "n2", "n3"]), ("", [])])
+def test_few_nodes_are_asked_for_the_verdict(job: dict[str, str], container: str, asked: list[str]) -> None:
+    """Each may hang for two minutes; the Python outside is asked once. What one says that then fails is no list."""
+    wrote = "".join(f"echo '{{}}' > \"$4/n{number}.json\"; " for number in range(1, 6)) + "exit 3"
+    nodes = {"HOSTS": "n1 n2 n3 n4 n5 n6", "SLURM_NNODES": "6", "SLURM_JOB_NODELIST": "n[1-6]"}
+    if container:
+        nodes |= {"K3_PYTHON": "/inside/python", "INSIDE": job["K3_PYTHON"], "K3_SRUN_OPTIONS": container}
+    fails = """echo asked >> "$CALLS"; echo n1; exit 1"""
+    _, said, calls = health_of(job, wrote, VERDICT=fails, **nodes)
+    assert "bad nodes: n6; 5 good ones are left and 6 are needed" in said
+    assert "scontrol update JobId=7 ExcNodeList=n6" in calls
+    words = [word for call in calls if "--verdict" in call for word in call.split()]
+    assert [word.removeprefix("--nodelist=") for word in words if word.startswith("--nodelist=")] == asked
+    assert calls.count("asked") == max(1, len(asked))
 
 
 def test_nothing_to_serve_is_said(job: dict[str, str]) -> None:

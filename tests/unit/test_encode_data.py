@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import fcntl
 import gzip
 import json
+import os
 import pickle
 import random
 import threading
@@ -19,14 +21,14 @@ import pytest
 from k3train import cli
 from k3train.config.sft import SftConfig
 from k3train.data.chat import encode
-from k3train.data.chat.encode import Progress, make_set
+from k3train.data.chat.encode import Patience, Progress, make_set
 from k3train.data.chat.encoded import EncodedSet, open_set
 from k3train.data.chat.jinja import JinjaTemplate
 from k3train.data.chat.messages import conversation_of
 from k3train.data.chat.tokens import ChatEncoder, save_chat_tokenizer, with_chat_tokens
 from k3train.data.chat.xtml import K3Template
 from k3train.data.tokenizer import load_tokenizer, train_tokenizer
-from k3train.errors import UserError
+from k3train.errors import StorageError, UserError
 
 SEQ = 80
 NUMBER = 120
@@ -171,7 +173,7 @@ def test_finished_parts_are_kept(
         return process(self, part)
 
     monkeypatch.setattr(encode._Work, "process", stopping)
-    with pytest.raises(UserError, match=r"cannot be written to .* \(No space left on device\)"):
+    with pytest.raises(StorageError, match=r"cannot be written to .* \(No space left on device\)"):
         made_set(folder, encoder, tmp_path)
     first = set(done)
     done.clear()
@@ -191,11 +193,58 @@ def test_what_takes_longer_than_ranks_wait_is_told_early(
     folder: Path, encoder: ChatEncoder, whole: EncodedSet, tmp_path: Path
 ) -> None:
     seen: list[Progress] = []
-    told = r"wait for run.timeout_minutes=1e-07; run `k3train encode-data` .* \(1 of \d+ parts are done and kept\)"
+    told = r"wait 1e-07 minutes .* \(run.key\); run `k3train encode-data` .* \(1 of \d+ parts are done and kept\)"
     with pytest.raises(UserError, match=told):
-        made_set(folder, encoder, tmp_path, minutes=1e-7)
-    assert same(made_set(folder, encoder, tmp_path, minutes=60, on_progress=seen.append), whole)
+        made_set(folder, encoder, tmp_path, patience=Patience(1e-7, "run.key"))
+    patience = Patience(60, "run.key")
+    assert same(made_set(folder, encoder, tmp_path, patience=patience, on_progress=seen.append), whole)
     assert seen[0].parts_done == 1
+
+
+@pytest.mark.parametrize(
+    ("timeout", "hang", "minutes", "key"),
+    [
+        (30.0, None, 24.0, "run.timeout_minutes"),  # the watchdog's default: four fifths
+        (30.0, 10.0, 10.0, "guards.hang_minutes"),
+        (30.0, 40.0, 30.0, "run.timeout_minutes"),
+        (30.0, 0.0, 30.0, "run.timeout_minutes"),  # nobody watches
+    ],
+)
+def test_ranks_wait_as_long_as_the_least_of_their_bounds(
+    timeout: float, hang: float | None, minutes: float, key: str
+) -> None:
+    from k3train.config.schema import RecipeConfig
+    from k3train.stages.sft import others_patience
+
+    config = RecipeConfig()
+    config.run.timeout_minutes, config.guards.hang_minutes = timeout, hang
+    found = others_patience(config)
+    assert (found.minutes, found.key) == (pytest.approx(minutes), key)
+
+
+def test_nobody_waits_for_another_process_longer_than_ranks_do(
+    folder: Path, encoder: ChatEncoder, whole: EncodedSet, tmp_path: Path
+) -> None:
+    made_set(folder, encoder, tmp_path)
+    [found] = tmp_path.iterdir()
+    parts = found.rename(found.with_name(found.name + ".parts"))
+    handle = os.open(parts, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        with pytest.raises(UserError, match=r"another process still encodes into .*wait 0 minutes .*\(run.key\)"):
+            made_set(folder, encoder, tmp_path, patience=Patience(0.0, "run.key"))
+    finally:
+        os.close(handle)
+    assert same(made_set(folder, encoder, tmp_path, patience=Patience(60.0, "run.key")), whole)
+
+
+def test_what_no_other_start_changes_is_no_trouble_of_the_disk(
+    folder: Path, encoder: ChatEncoder, tmp_path: Path
+) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match=r"cannot be written to .* \(Not a directory\)") as told:
+        made_set(folder, encoder, tmp_path / "file")
+    assert told.value.exit_code == 2
 
 
 @pytest.mark.usefixtures("small_parts")

@@ -57,7 +57,7 @@ from pathlib import Path
 from k3train.train.watchdog import Watchdog
 Watchdog.__enter__(dog := Watchdog(2.0, 0, Path(sys.argv[1])))
 dog.beat("the checkpoint of step 7", moving=sys.argv[2] == "moving")
-end = time.monotonic() + 6.0
+end = time.monotonic() + (6.0 if sys.argv[2] == "moving" else 200.0)
 with open(Path(sys.argv[1]) / "shard", "wb") as file:
     while time.monotonic() < end:
         file.write(b"x" * 2**20)
@@ -140,6 +140,26 @@ def test_a_rank_that_goes_on_is_left_alone(tmp_path: Path) -> None:
     off.beat("anything")
     off.stop()
     assert not (tmp_path / "off").exists()
+
+
+def test_nothing_is_armed_once_it_has_been_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Though the thread that watches saw bytes move at that very moment; the timer would end the process."""
+    from k3train.train import watchdog
+
+    armed: list[bool] = []
+    monkeypatch.setattr(watchdog.faulthandler, "dump_traceback_later", lambda *_, **__: armed.append(True))
+    monkeypatch.setattr(watchdog.faulthandler, "cancel_dump_traceback_later", lambda: armed.append(False))
+    dog = Watchdog(60.0, 0, tmp_path)
+
+    def sees_bytes_last() -> None:
+        dog._stop.wait()
+        time.sleep(0.2)
+        dog._extend()
+
+    monkeypatch.setattr(dog, "_watch", sees_bytes_last)
+    dog.start()
+    dog.stop()
+    assert armed == [True, True, False]
 
 
 def test_a_rank_is_named_once_it_has_been_slow_for_long() -> None:

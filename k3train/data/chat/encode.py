@@ -5,6 +5,7 @@ Imports no torch. `k3train encode-data` does it before a run; without, the run's
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import hashlib
 import json
@@ -14,7 +15,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -27,12 +28,13 @@ from k3train.data.chat.tokens import ChatEncoder
 from k3train.data.chat.usable import usable
 from k3train.data.sources import Segment, find_sources
 from k3train.data.workers import results_of
-from k3train.errors import UserError
+from k3train.errors import DISK_TROUBLE, StorageError, UserError
 
 PART_BYTES = 16 << 20  # of a file: some seconds of work
 _VERSION = 1  # of these files and of what the encoder makes
 _NOTHING = {"conversations": 0, "tokens": 0, "trained": 0, "longest": 0, "dropped": 0, "truncated": 0}
 _SURE_AFTER = 0.02  # of the time that there is: before that the speed is a guess
+_LOOK_SECONDS = 0.1  # between two attempts to hold a folder
 
 
 @dataclass(frozen=True)
@@ -43,6 +45,19 @@ class Progress:
     parts: int
     tokens: int
     seconds_left: float | None
+
+
+@dataclass(frozen=True)
+class Patience:
+    """How long the other ranks wait for the sets of the first one, all of them together."""
+
+    minutes: float
+    key: str  # of the recipe: what raises it
+    since: float = field(default_factory=time.monotonic)
+
+    def left(self) -> float:
+        """Seconds."""
+        return self.since + 60 * self.minutes - time.monotonic()
 
 
 def cache_of(config: RecipeConfig) -> Path:
@@ -58,7 +73,7 @@ def make_set(
     cache: Path,
     name: str,
     workers: int = 1,
-    minutes: float | None = None,
+    patience: Patience | None = None,
     on_progress: Callable[[Progress], None] | None = None,
 ) -> Path:
     """Encode the conversations of `inputs` into a folder of `cache`, or find them there; returns the folder.
@@ -74,26 +89,30 @@ def make_set(
         cache: the folder of all sets.
         name: train or valid.
         workers: processes.
-        minutes: stop early where it takes longer, by the speed of the first parts; None: however long it takes.
+        patience: stop early where it takes longer, by the speed of the first parts, and do not wait longer for
+            another process; None: however long it takes.
         on_progress: called after every part.
 
     Raises:
         UserError: a file or conversation is not usable, nothing is left to train on, it would take longer than
-            `minutes`, or the cache cannot be written.
+            `patience` has, or the cache cannot be written (StorageError: for now).
     """
     folder = cache / f"{name}-{_key(inputs, sft, encoder, seq_length)[:16]}"
+    parts = folder.with_name(folder.name + ".parts")
     try:
         if is_written(folder):
             return folder
-        with _alone_in(folder.with_name(folder.name + ".parts")) as directory:
+        with _alone_in(parts, patience) as directory:
             if not is_written(folder):  # another process may have finished it by now
                 cut = cut_conversation_files(inputs, sft.split, PART_BYTES)
                 work = _Work(directory, sft, encoder, seq_length, len(cut))
-                _encode(work, list(enumerate(cut)), workers, f"sft.{name}={inputs}", minutes, on_progress)
+                _encode(work, list(enumerate(cut)), workers, f"sft.{name}={inputs}", patience, on_progress)
                 _join(work, folder, f"sft.{name}={inputs}")
             shutil.rmtree(directory)
     except OSError as error:
-        raise UserError(
+        # Read-only is another start's to try only where it could be written before.
+        passes = error.errno in DISK_TROUBLE or (error.errno == errno.EROFS and parts.exists())
+        raise (StorageError if passes else UserError)(
             f"Encoded conversations cannot be written to {cache} ({error.strerror}); see to space and rights"
         ) from error
     return folder
@@ -125,7 +144,7 @@ def _encode(
     parts: list[tuple[int, Segment]],
     workers: int,
     what: str,
-    minutes: float | None,
+    patience: Patience | None,
     on_progress: Callable[[Progress], None] | None,
 ) -> None:
     """Encode the parts that are not there yet."""
@@ -140,12 +159,14 @@ def _encode(
         left = spent * (size - done) / max(done, 1)
         if on_progress is not None:
             on_progress(Progress(len(kept) + finished, len(parts), tokens, left))
-        if minutes and finished < len(todo) and 60 * minutes * _SURE_AFTER < spent and 60 * minutes < spent + left:
+        if patience is None or finished == len(todo) or spent <= 60 * patience.minutes * _SURE_AFTER:
+            continue
+        if left > patience.left():
             raise UserError(
                 f"{what} takes about {(spent + left) / 60:.0f} minutes to encode in one process, and the other ranks"
-                f" wait for run.timeout_minutes={minutes:g}; run `k3train encode-data` with the same recipe and"
-                f" --workers N first ({len(kept) + finished} of {len(parts)} parts are done and kept), or raise"
-                " run.timeout_minutes"
+                f" wait {patience.minutes:g} minutes for the data ({patience.key}); run `k3train encode-data` with the"
+                f" same recipe and --workers N first ({len(kept) + finished} of {len(parts)} parts are done and kept),"
+                f" or raise {patience.key}"
             )
 
 
@@ -174,8 +195,9 @@ def _join(work: _Work, folder: Path, what: str) -> None:
 
 
 @contextmanager
-def _alone_in(directory: Path) -> Iterator[Path]:
+def _alone_in(directory: Path, patience: Patience | None) -> Iterator[Path]:
     """Make the directory and hold it, waiting for the process that does."""
+    told = False
     while True:
         directory.mkdir(parents=True, exist_ok=True)
         handle = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
@@ -183,8 +205,17 @@ def _alone_in(directory: Path) -> Iterator[Path]:
             try:
                 fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
-                print(f"another process encodes into {directory}: waiting for it", flush=True)
-                fcntl.flock(handle, fcntl.LOCK_EX)
+                if not told:
+                    print(f"another process encodes into {directory}: waiting for it", flush=True)
+                told = True
+                if patience is not None and patience.left() < 0:
+                    raise UserError(
+                        f"another process still encodes into {directory}, and the other ranks wait"
+                        f" {patience.minutes:g} minutes for the data ({patience.key}); start the run again when it has"
+                        f" ended, or raise {patience.key}"
+                    ) from None
+                time.sleep(_LOOK_SECONDS)
+                continue
             # Whoever had it may have removed it, and another may have made a new one.
             if directory.is_dir() and os.path.samestat(os.fstat(handle), os.stat(directory)):
                 yield directory
