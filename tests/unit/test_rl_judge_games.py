@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.server
 import json
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -73,6 +74,31 @@ def test_a_time_limit_counts_from_when_a_call_begins(monkeypatch: pytest.MonkeyP
     pool.expire()
     assert isinstance(second.result, TimeoutError)
     over.set()
+
+
+def test_a_call_that_asks_for_the_end_of_the_program_ends() -> None:
+    """Of a thread `sys.exit` would end only the thread, without a word, and the call would keep its place."""
+    first, second = Calls(1).run([lambda: sys.exit("no model"), lambda: 2], 60)
+    assert (type(first), str(first), second) == (RuntimeError, "SystemExit: no model", 2)
+
+
+def test_a_call_for_which_there_is_no_thread_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where many wait behind it: their turn comes when there are threads again."""
+    begin, tries = threading.Thread.start, []
+
+    def start(thread: threading.Thread) -> None:
+        tries.append(thread)
+        if 1 < len(tries) < 2000:
+            raise RuntimeError("can't start new thread")
+        begin(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+    pool, go = Calls(1), threading.Event()
+    calls = [pool.start(action, 60) for action in (go.wait, *[lambda: 1] * 1998, lambda: 2)]
+    go.set()
+    results = pool.wait(calls)
+    assert (results[0], results[-1]) == (True, 2)
+    assert {(type(r), str(r)) for r in results[1:-1]} == {(RuntimeError, "can't start new thread")}
 
 
 ANSWERS = ["x", "xxx", "xx"]
