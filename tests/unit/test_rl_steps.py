@@ -16,6 +16,7 @@ from test_rl_rollouts import Chat, Scripted, by_length, rollouts, tasks
 
 from k3train.config.rl import RLConfig, RolloutConfig
 from k3train.data.chat.parse import Completion
+from k3train.rl import calls as calls_module
 from k3train.rl.environments import Environment, Step
 from k3train.rl.rollouts import Rollouts
 from k3train.rl.sources import Source
@@ -43,21 +44,29 @@ def test_groups_are_judged_side_by_side() -> None:
 class Patient(Environment):
     """Keeps time limits of its own, longer than the recipe's for one step."""
 
-    limits_judging = True
-    over = threading.Event()
+    limits_judging, seconds = True, 1.0  # the latter in which a limit of the recipe would be noticed
+    clock, over = [0.0], threading.Event()
 
     def judge_group(self, task: Task, answers: Sequence[Completion]) -> list[float] | None:
-        self.over.wait(1.0)
+        self.clock[0] += 100.0
+        self.over.wait(self.seconds)
         return [7.0] * len(answers)
 
 
-def test_an_environment_may_limit_its_judging_itself() -> None:
+class Impatient(Patient):
+    limits_judging, seconds = False, 60.0
+
+
+def test_an_environment_may_limit_its_judging_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The clock goes on in judgings alone, so that no step takes too long."""
+    monkeypatch.setattr(calls_module.time, "monotonic", lambda: Patient.clock[0])
     config = RLConfig(rollout=RolloutConfig(prompts=2, samples=2))
-    for kind, reward in ((Patient, 7.0), (type("Impatient", (Patient,), {"limits_judging": False}), None)):
+    for kind, reward in ((Patient, 7.0), (Impatient, None)):
         queue = Rollouts(config, [Source(tasks(), kind(by_length), seconds=0.2)], Chat(), seed=3, max_context=64)
         ready = queue.collect(Scripted(), 0)
         assert [s.reward for g in ready for s in g.samples] == [reward] * 4
         assert queue.totals["judge_failures"] == (0 if reward else 4)
+    Patient.over.set()
 
 
 class Timed(Scripted):
