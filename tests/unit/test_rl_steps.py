@@ -187,10 +187,30 @@ def test_budgets_are_measured_of_tasks_that_state_an_effort() -> None:
         budgets=Budgets(effort),
         chat=Chat(),
         _refresh=lambda version: None,
-        _answers=lambda prompts, sampling, version, samples: [[[1] * (p[0] + 2)] * samples for p in prompts],
+        _answers=lambda prompts, sampling, version, samples, doing: [[[1] * (p[0] + 2)] * samples for p in prompts],
     )
     RLStage._measure_budgets(stage, 0)
     assert stage.budgets.base == {(0, 0): 2.0, (0, 2): 3.0, (0, 4): 4.0}
+
+
+def test_each_answer_to_a_task_is_progress() -> None:
+    """Budgets are measured of all tasks within one step: their number must not decide whether that is a hang."""
+    from types import SimpleNamespace
+
+    from k3train.rollout.sampling import SamplingConfig
+    from k3train.stages.rl import RLStage
+
+    beats: list[tuple[int, str]] = []  # the tokens that were drawn before, and what is done
+    engine = Scripted({(-3, 0): 2, (-3, 1): 4, (-2, 0): 4, (-2, 1): 7})
+    stage = SimpleNamespace(
+        engine=engine,
+        config=SimpleNamespace(train=SimpleNamespace(seq_length=64)),
+        chat=Chat(),
+        _trainer=SimpleNamespace(watchdog=SimpleNamespace(beat=lambda doing: beats.append((engine.made, doing)))),
+    )
+    found = RLStage._answers(stage, [(1,), (2,)], SamplingConfig(20), 0, 2, "the budgets")
+    assert [[len(tokens) for tokens in answers] for answers in found] == [[2, 4], [4, 7]]
+    assert beats == [(8, "the budgets"), (14, "the budgets"), (17, "the budgets")]
 
 
 class Waits(Environment):

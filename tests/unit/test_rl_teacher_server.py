@@ -150,6 +150,7 @@ def test_a_step_whose_samples_are_all_dropped_is_made_anew(teachers: tuple[Teach
 
     asked, hosts = teachers
     made: list[int] = []
+    beats: list[str] = []
 
     def collect(engine: Any, version: int) -> list[Group]:
         made.append(version)
@@ -158,8 +159,10 @@ def test_a_step_whose_samples_are_all_dropped_is_made_anew(teachers: tuple[Teach
 
     rollouts = SimpleNamespace(collect=collect)
     stage = SimpleNamespace(rollouts=rollouts, engine=None, _teachers=asked, _refresh=lambda version: None)
+    stage._trainer = SimpleNamespace(watchdog=SimpleNamespace(beat=beats.append))
     [found] = RLStage._collect(stage, 7)
     assert (found.uid, made, stage._scores) == (3, [7] * 3, {(3, 0): [-1.0, -1.0], (3, 1): [-1.0]})
+    assert beats == ["step 8"] * 3  # a silent server may take minutes of each
     hosts[0] = Host(True)
     asked._hosts[0] = hosts[0]
     rollouts.collect = lambda engine, version: [group(9, 0)]
