@@ -26,7 +26,9 @@ class Calls:
     """At most `most` calls at a time; the others wait in order. Time limits count from when a call begins.
 
     Threads cannot be ended: one whose call takes too long is left behind, its place is free for the next call, and
-    TimeoutError is the result. Threads do not keep the program from ending.
+    TimeoutError is the result. Threads do not keep the program from ending. Every call ends: one that asks for the
+    program's end (`sys.exit` in somebody's environment) has RuntimeError as its result, and so has one for which the
+    system gives no thread.
     """
 
     def __init__(self, most: int) -> None:
@@ -81,19 +83,28 @@ class Calls:
             call = self._waiting.popleft()
             call.began = time.monotonic()
             self._running.add(call)
-            threading.Thread(target=self._run, args=(call,), name="k3train-call", daemon=True).start()
+            thread = threading.Thread(target=self._run, args=(call,), name="k3train-call", daemon=True)
+            try:
+                thread.start()
+            except RuntimeError as error:
+                self._settle(call, error)
 
     def _run(self, call: Call) -> None:
         try:
             result = call.action()
         except Exception as error:
             result = error
+        except BaseException as error:  # SystemExit ends a thread without a word, and somebody waits for this call
+            result = RuntimeError(f"{type(error).__name__}: {error}")
         with self._changed:
             if call in self._running:  # else its time was up
                 self._end(call, result)
 
     def _end(self, call: Call, result: Any) -> None:
+        self._settle(call, result)
+        self._fill()
+
+    def _settle(self, call: Call, result: Any) -> None:
         self._running.remove(call)
         call.result, call.ended = result, True
-        self._fill()
         self._changed.notify_all()

@@ -49,6 +49,7 @@ class ServerHost:
         self._asked: dict[Key, Call] = {}
         self._calls: Calls | None = None  # on rank 0
         self._given_up = threading.Event()
+        self._reason = ServerFailedError("it was not asked")  # why it was given up
         self._attempts = settings.retries + 1
         self._lock, self._failures = threading.Lock(), 0
         self.failures = 0  # requests that failed, repeated ones too, up to the last `scores`
@@ -112,15 +113,15 @@ class ServerHost:
         """The result of `action`, tried until the attempts are used up or the server is given up.
 
         Raises:
-            ServerFailedError: it is given up.
+            ServerFailedError: it is given up; the last failure of the request that used up its attempts, also where
+                this is another one, which may not have been tried at all.
             UserError: the server refuses.
         """
-        failed = ServerFailedError("it was given up before")
         for attempt in range(self._attempts):
             if attempt:
                 self._given_up.wait(BACKOFF * 2 ** (attempt - 1))
             if self._given_up.is_set():
-                raise failed
+                raise self._reason
             try:
                 return action()
             except ServerRefusedError as error:
@@ -129,8 +130,11 @@ class ServerHost:
                 failed = ServerFailedError(str(error) or type(error).__name__)
                 with self._lock:
                     self._failures += 1
-        self._given_up.set()
-        raise failed
+        with self._lock:
+            if not self._given_up.is_set():
+                self._reason = failed
+                self._given_up.set()
+        raise self._reason
 
     def _silent(self, error: ServerFailedError) -> UserError:
         return UserError(

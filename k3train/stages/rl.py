@@ -109,6 +109,7 @@ class RLStage:
     def _collect(self, version: int) -> list[Group]:
         self._refresh(version)
         for _ in range(MOST_EMPTY):
+            self._trainer.watchdog.beat(f"step {version + 1}")  # each has its own patience with silent servers
             groups = self.rollouts.collect(self.engine, version)
             self._scores = None if self._teachers is None else self._teachers.scores(groups)
             if trainable(groups):
@@ -203,7 +204,11 @@ class RLStage:
         self._refresh(version)
         sampling = SamplingConfig(self.rl.rollout.max_new_tokens, self.rl.eval_temperature, seed=self.config.train.seed)
         texts = self._answers(
-            [self.rollouts.prompt(task.conversation) for task in self._held_out], sampling, version, samples=1
+            [self.rollouts.prompt(task.conversation) for task in self._held_out],
+            sampling,
+            version,
+            samples=1,
+            doing=f"the evaluation after step {version}",
         )
         right, lengths = [], []
         for task, [tokens] in zip(self._held_out, texts):
@@ -214,9 +219,12 @@ class RLStage:
         return {**report.accuracy_metrics(right, names), "response_length": sum(lengths) / len(lengths)}
 
     def _answers(
-        self, prompts: list[tuple[int, ...]], sampling: SamplingConfig, version: int, samples: int
+        self, prompts: list[tuple[int, ...]], sampling: SamplingConfig, version: int, samples: int, doing: str
     ) -> list[list[list[int]]]:
-        """Tokens of `samples` answers to each prompt, outside of the rollouts in flight."""
+        """Tokens of `samples` answers to each prompt, outside of the rollouts in flight.
+
+        Each that ends is progress of what is `doing`, for the watchdog: there may be one for every task.
+        """
         first = -1 - len(prompts)  # keys that no group has
         out: list[list[list[int]]] = [[[] for _ in range(samples)] for _ in prompts]
         self.engine.version = version
@@ -233,6 +241,8 @@ class RLStage:
                     out[piece.key[0] - first][piece.key[1]].append(piece.token)
                 if piece.finish is not None:
                     self.engine.release(piece.key)
+            if any(piece.finish is not None for piece in pieces):
+                self._trainer.watchdog.beat(doing)
         self.engine.pause()
         return out
 
@@ -252,7 +262,8 @@ class RLStage:
         for number, source in enumerate(self.rollouts.sources):
             asked = [(index, task) for index, task in enumerate(source.tasks) if task.effort is not None]
             prompts = [self.rollouts.prompt(source.environment.conversation(task)) for _, task in asked]
-            answers = self._answers(prompts, sampling, version, self.rl.effort.samples)
+            doing = f"step {version + 1} (the budgets of rl.environments.{number})"
+            answers = self._answers(prompts, sampling, version, self.rl.effort.samples, doing)
             for (index, task), texts in zip(asked, answers):
                 read = [self.chat.answer(tokens, task.conversation.thinking) for tokens in texts]
                 right = [float(answer.complete and task.is_right(answer.response)) for answer in read]

@@ -172,14 +172,14 @@ def test_distillation_from_teachers(pool: Any, tasks: Path, clean: tuple[Path, d
 
 
 def test_a_teacher_that_goes_silent(pool: Any, tasks: Path, tmp_path: Path) -> None:
-    """One of two teachers answers nothing but its first requests: the run ends with a sentence, or trains on the other
-    one's samples, on both ranks alike."""
-    good, silent = TeacherStub("well"), TeacherStub("silent")
+    """One of two teachers answers nothing but its first requests, and in the second run hangs up: the run ends with a
+    sentence, or trains on the other one's samples, on both ranks alike."""
+    good, silent, gone = stubs = TeacherStub("well"), TeacherStub("silent"), TeacherStub("gone")
     try:
-        for when, ranks in (("stop", 1), ("drop", 2)):
+        for when, ranks, bad, seconds in (("stop", 1, silent, 5.0), ("drop", 2, gone, 60.0)):
             teachers = [
                 {"url": good.url, "family": "say"},
-                {"url": silent.url, "family": "user", "when_silent": when},
+                {"url": bad.url, "family": "user", "when_silent": when},
             ]
             recipe = rl_recipe(
                 tasks,
@@ -190,7 +190,7 @@ def test_a_teacher_that_goes_silent(pool: Any, tasks: Path, tmp_path: Path) -> N
                 train__steps=2,
                 train__eval_interval=0,
             )
-            recipe["rl"]["rollout"] |= {"retries": 1, "timeout_seconds": 1.0}
+            recipe["rl"]["rollout"] |= {"retries": 1, "timeout_seconds": seconds}
             results = pool.run(train_rl, ranks, recipe)
             if when == "stop":
                 assert f"(rl.teachers.1.url={silent.url}) does not answer, asked 2 times" in results[0][0]
@@ -201,8 +201,8 @@ def test_a_teacher_that_goes_silent(pool: Any, tasks: Path, tmp_path: Path) -> N
             assert found[-1]["teacher_failures"] >= 2
             assert all(line["grad_norm"] > 0 and line["trained_tokens"] > 0 for line in found)
     finally:
-        good.close()
-        silent.close()
+        for stub in stubs:
+            stub.close()
 
 
 def test_experts_of_the_rollout_are_replayed(pool: Any, tasks: Path, tmp_path: Path) -> None:

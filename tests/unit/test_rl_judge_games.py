@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.server
 import json
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -19,22 +20,36 @@ from k3train.rl.judge import JudgedEnvironment, tournament
 from k3train.rl.rewards import REWARDS
 
 
-def test_calls_side_by_side() -> None:
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The seconds by which calls are measured; it stands unless somebody changes it."""
+    seconds = [0.0]
+    monkeypatch.setattr(calls_module.time, "monotonic", lambda: seconds[0])
+    return seconds
+
+
+def test_calls_side_by_side(clock: list[float]) -> None:
     """Results in order; an exception and a hang stand for their own call only."""
-    over = threading.Event()
+    pool, over = Calls(8), threading.Event()
+
+    def hang() -> None:
+        while len(pool._running) > 1:  # the clock goes on once the others have ended
+            over.wait(0.01)
+        clock[0] = 100.0
+        over.wait(60)
 
     def fail() -> None:
         raise ValueError("no")
 
-    results = Calls(8).run([lambda: 1, fail, over.wait, lambda: 4], 1.0)
+    results = pool.run([lambda: 1, fail, lambda: 3, hang], 1.0)
     over.set()
-    assert (results[0], results[3]) == (1, 4)
+    assert (results[0], results[2]) == (1, 3)
     assert isinstance(results[1], ValueError)
-    assert isinstance(results[2], TimeoutError)
-    assert Calls(8).run([], 1.0) == []
+    assert isinstance(results[3], TimeoutError)
+    assert pool.run([], 1.0) == []
 
 
-def test_no_more_calls_than_allowed_at_a_time() -> None:
+def test_no_more_calls_than_allowed_at_a_time(clock: list[float]) -> None:
     """Three at once (they meet at a barrier), never four; what hangs leaves its place to the next."""
     barrier, lock, running, most = threading.Barrier(3), threading.Lock(), set(), []
 
@@ -50,15 +65,18 @@ def test_no_more_calls_than_allowed_at_a_time() -> None:
     assert Calls(3).run([lambda n=n: meet(n) for n in range(9)], 60) == list(range(9))
     assert max(most) == 3
     over = threading.Event()
-    first, second = Calls(1).run([over.wait, lambda: 2], 0.3)
+
+    def hang() -> None:
+        clock[0] = 100.0
+        over.wait(60)
+
+    first, second = Calls(1).run([hang, lambda: 2], 0.3)
     over.set()
     assert isinstance(first, TimeoutError)
     assert second == 2
 
 
-def test_a_time_limit_counts_from_when_a_call_begins(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = [0.0]
-    monkeypatch.setattr(calls_module.time, "monotonic", lambda: clock[0])
+def test_a_time_limit_counts_from_when_a_call_begins(clock: list[float]) -> None:
     pool, go, over = Calls(1), threading.Event(), threading.Event()
     first, second = pool.start(go.wait, 10.0), pool.start(over.wait, 10.0)
     clock[0] = 9.0
@@ -73,6 +91,31 @@ def test_a_time_limit_counts_from_when_a_call_begins(monkeypatch: pytest.MonkeyP
     pool.expire()
     assert isinstance(second.result, TimeoutError)
     over.set()
+
+
+def test_a_call_that_asks_for_the_end_of_the_program_ends() -> None:
+    """Of a thread `sys.exit` would end only the thread, without a word, and the call would keep its place."""
+    first, second = Calls(1).run([lambda: sys.exit("no model"), lambda: 2], 60)
+    assert (type(first), str(first), second) == (RuntimeError, "SystemExit: no model", 2)
+
+
+def test_a_call_for_which_there_is_no_thread_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where many wait behind it: their turn comes when there are threads again."""
+    begin, tries = threading.Thread.start, []
+
+    def start(thread: threading.Thread) -> None:
+        tries.append(thread)
+        if 1 < len(tries) < 2000:
+            raise RuntimeError("can't start new thread")
+        begin(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+    pool, go = Calls(1), threading.Event()
+    calls = [pool.start(action, 60) for action in (go.wait, *[lambda: 1] * 1998, lambda: 2)]
+    go.set()
+    results = pool.wait(calls)
+    assert (results[0], results[-1]) == (True, 2)
+    assert {(type(r), str(r)) for r in results[1:-1]} == {(RuntimeError, "can't start new thread")}
 
 
 ANSWERS = ["x", "xxx", "xx"]
@@ -162,10 +205,12 @@ def test_games_of_a_judge_are_played_side_by_side(judging: tuple[str, Judging]) 
 
 @pytest.mark.parametrize("judging", [1], indirect=True)
 def test_a_game_that_takes_too_long_is_a_draw(judging: tuple[str, Judging]) -> None:
-    """Its time is its own: "xx HANG" draws all four of its games, and the two of the others are played."""
+    """Its time is its own: "xx HANG" draws all four of its games; those of the others, behind them, are played."""
     url, _ = judging
-    judge = JudgedEnvironment(REWARDS["format"], url=url, concurrency=2, timeout_seconds=1.0)
-    answers = [says("x"), says("xxx"), says("xx HANG")]
-    assert judge.judge_group(task(), answers) == [0.25, 0.75, 0.5]
+    patient, quick = (
+        JudgedEnvironment(REWARDS["format"], url=url, concurrency=4, timeout_seconds=seconds) for seconds in (5.0, 0.5)
+    )
+    answers = [says("xx HANG"), says("x"), says("xxx")]
+    assert patient.judge_group(task(), answers) == [0.5, 0.25, 0.75]
     with pytest.raises(TimeoutError, match="no verdict in 2 games"):
-        judge.judge_group(task(), answers[1:])
+        quick.judge_group(task(), answers[:2])

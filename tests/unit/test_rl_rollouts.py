@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -100,7 +101,7 @@ def rollouts(environment: Environment | None = None, effort: str | None = None, 
     config = RLConfig(
         rollout=RolloutConfig(**{"prompts": 2, "samples": 3, "max_new_tokens": 20, **settings}), effort=effort_config
     )
-    source = Source(tasks(effort=effort), environment or Environment(by_length), seconds=5)
+    source = Source(tasks(effort=effort), environment or Environment(by_length), seconds=60)
     return Rollouts(config, [source], Chat(), seed=3, max_context=64, budget=budget)
 
 
@@ -224,22 +225,23 @@ def test_a_reply_without_room_ends_the_sample() -> None:
 class Breaks(Environment):
     """Raises for one task, hangs for another."""
 
-    def step(self, task: Task, turns: Sequence[Completion], seed: int) -> Step:
-        import time
+    over = threading.Event()
 
+    def step(self, task: Task, turns: Sequence[Completion], seed: int) -> Step:
         if task.id == "t1":
             raise RuntimeError("no such file")
         if task.id == "t2":
-            time.sleep(3)
+            self.over.wait(60)
         return super().step(task, turns, seed)
 
 
 def test_failures_are_counted_and_survived() -> None:
     """An environment that raises, one that hangs, and an engine that gives samples up: the rest goes on."""
     config = RLConfig(rollout=RolloutConfig(prompts=5, samples=2))
-    source = Source(tasks(), Breaks(by_length), seconds=0.4)
+    source = Source(tasks(), Breaks(by_length), seconds=5)
     queue = Rollouts(config, [source], Chat(), seed=3, max_context=64)
     ready = queue.collect(Scripted(failing=frozenset({(0, 1)})), 0)
+    Breaks.over.set()
     assert len(ready) == 5
     state = {source.tasks[g.task].id: [s.error for s in g.samples] for g in ready}
     assert all("RuntimeError: no such file" in error for error in state["t1"])

@@ -16,6 +16,7 @@ from test_rl_rollouts import Chat, Scripted, by_length, rollouts, tasks
 
 from k3train.config.rl import RLConfig, RolloutConfig
 from k3train.data.chat.parse import Completion
+from k3train.rl import calls as calls_module
 from k3train.rl.environments import Environment, Step
 from k3train.rl.rollouts import Rollouts
 from k3train.rl.sources import Source
@@ -43,21 +44,29 @@ def test_groups_are_judged_side_by_side() -> None:
 class Patient(Environment):
     """Keeps time limits of its own, longer than the recipe's for one step."""
 
-    limits_judging = True
-    over = threading.Event()
+    limits_judging, seconds = True, 1.0  # the latter in which a limit of the recipe would be noticed
+    clock, over = [0.0], threading.Event()
 
     def judge_group(self, task: Task, answers: Sequence[Completion]) -> list[float] | None:
-        self.over.wait(1.0)
+        self.clock[0] += 100.0
+        self.over.wait(self.seconds)
         return [7.0] * len(answers)
 
 
-def test_an_environment_may_limit_its_judging_itself() -> None:
+class Impatient(Patient):
+    limits_judging, seconds = False, 60.0
+
+
+def test_an_environment_may_limit_its_judging_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The clock goes on in judgings alone, so that no step takes too long."""
+    monkeypatch.setattr(calls_module.time, "monotonic", lambda: Patient.clock[0])
     config = RLConfig(rollout=RolloutConfig(prompts=2, samples=2))
-    for kind, reward in ((Patient, 7.0), (type("Impatient", (Patient,), {"limits_judging": False}), None)):
+    for kind, reward in ((Patient, 7.0), (Impatient, None)):
         queue = Rollouts(config, [Source(tasks(), kind(by_length), seconds=0.2)], Chat(), seed=3, max_context=64)
         ready = queue.collect(Scripted(), 0)
         assert [s.reward for g in ready for s in g.samples] == [reward] * 4
         assert queue.totals["judge_failures"] == (0 if reward else 4)
+    Patient.over.set()
 
 
 class Timed(Scripted):
@@ -178,10 +187,30 @@ def test_budgets_are_measured_of_tasks_that_state_an_effort() -> None:
         budgets=Budgets(effort),
         chat=Chat(),
         _refresh=lambda version: None,
-        _answers=lambda prompts, sampling, version, samples: [[[1] * (p[0] + 2)] * samples for p in prompts],
+        _answers=lambda prompts, sampling, version, samples, doing: [[[1] * (p[0] + 2)] * samples for p in prompts],
     )
     RLStage._measure_budgets(stage, 0)
     assert stage.budgets.base == {(0, 0): 2.0, (0, 2): 3.0, (0, 4): 4.0}
+
+
+def test_each_answer_to_a_task_is_progress() -> None:
+    """Budgets are measured of all tasks within one step: their number must not decide whether that is a hang."""
+    from types import SimpleNamespace
+
+    from k3train.rollout.sampling import SamplingConfig
+    from k3train.stages.rl import RLStage
+
+    beats: list[tuple[int, str]] = []  # the tokens that were drawn before, and what is done
+    engine = Scripted({(-3, 0): 2, (-3, 1): 4, (-2, 0): 4, (-2, 1): 7})
+    stage = SimpleNamespace(
+        engine=engine,
+        config=SimpleNamespace(train=SimpleNamespace(seq_length=64)),
+        chat=Chat(),
+        _trainer=SimpleNamespace(watchdog=SimpleNamespace(beat=lambda doing: beats.append((engine.made, doing)))),
+    )
+    found = RLStage._answers(stage, [(1,), (2,)], SamplingConfig(20), 0, 2, "the budgets")
+    assert [[len(tokens) for tokens in answers] for answers in found] == [[2, 4], [4, 7]]
+    assert beats == [(8, "the budgets"), (14, "the budgets"), (17, "the budgets")]
 
 
 class Waits(Environment):

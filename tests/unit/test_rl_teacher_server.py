@@ -27,11 +27,13 @@ def make(monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
     monkeypatch.setattr(teacher_server, "BACKOFF", 0.01)
     running: list[TeacherStub] = []
 
-    def made(*moods: str, when_silent: str = "stop", retries: int = 2, concurrency: int = 1) -> Any:
+    def made(*moods: str, when_silent: str = "stop", seconds: float = 60) -> Any:
         stub = TeacherStub(*moods)
         running.append(stub)
-        settings = RolloutConfig(retries=retries, timeout_seconds=0.5, concurrency=concurrency)
-        return stub, ServerHost(TeacherConfig(url=stub.url, when_silent=when_silent), 4, settings)
+        settings = RolloutConfig(retries=2, timeout_seconds=60, concurrency=1)
+        host = ServerHost(TeacherConfig(url=stub.url, when_silent=when_silent), 4, settings)
+        host._client.timeout = seconds  # of scoring: it has connected, however long that took
+        return stub, host
 
     yield made
     for stub in running:
@@ -39,23 +41,27 @@ def make(monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
 
 
 def test_what_fails_is_asked_again(make: Make) -> None:
-    """Silence, an error and an answer without scores, each once: the scores are whole, and three failures counted."""
-    stub, host = make("silent", "broken", "well", "odd", "well")
+    """No answer, an error and an answer without scores, each once: the scores are whole, and three failures counted."""
+    stub, host = make("gone", "broken", "well", "odd", "well")
     host.begin(dict(list(ROWS.items())[:7]))
     assert host.scores(ROWS) == {key: [-1.0] * (len(row) - 1) for key, row in ROWS.items()}
     assert host.failures == 3
     assert stub.requests == 3 + 4  # seven rows that were sent early, then 16, 16 and 1
 
 
-@pytest.mark.parametrize("mood", ["silent", "broken", "odd"])
-def test_a_server_that_stays_silent_ends_the_run(make: Make, mood: str) -> None:
-    """One sentence after the attempts of one request; requests behind it are not tried at all."""
-    stub, host = make(mood)
+@pytest.mark.parametrize(("mood", "reason"), [("silent", "timed out"), ("broken", ": 503 "), ("odd", "subscriptable")])
+def test_a_server_that_stays_silent_ends_the_run(make: Make, mood: str, reason: str) -> None:
+    """One sentence after the attempts of one request; requests behind it are not tried at all. The sentence has the
+    reason, also where the row that is asked for first was one of those behind it."""
+    stub, host = make(mood, seconds=0.5 if mood == "silent" else 60)
+    host.begin(dict(list(ROWS.items())[20:]))
     with pytest.raises(UserError) as caught:
         host.scores(ROWS)
     assert f"(rl.teachers.4.url={stub.url}) does not answer, asked 3 times" in str(caught.value)
+    assert reason in str(caught.value)
     assert "when_silent=drop" in str(caught.value)
     assert "\n" not in str(caught.value)
+    assert stub.wait_for(3)
     assert stub.requests == 3
     with pytest.raises(UserError, match="refuses: 127"):
         make("refuses")[1].scores(ROWS)
@@ -144,6 +150,7 @@ def test_a_step_whose_samples_are_all_dropped_is_made_anew(teachers: tuple[Teach
 
     asked, hosts = teachers
     made: list[int] = []
+    beats: list[str] = []
 
     def collect(engine: Any, version: int) -> list[Group]:
         made.append(version)
@@ -152,8 +159,10 @@ def test_a_step_whose_samples_are_all_dropped_is_made_anew(teachers: tuple[Teach
 
     rollouts = SimpleNamespace(collect=collect)
     stage = SimpleNamespace(rollouts=rollouts, engine=None, _teachers=asked, _refresh=lambda version: None)
+    stage._trainer = SimpleNamespace(watchdog=SimpleNamespace(beat=beats.append))
     [found] = RLStage._collect(stage, 7)
     assert (found.uid, made, stage._scores) == (3, [7] * 3, {(3, 0): [-1.0, -1.0], (3, 1): [-1.0]})
+    assert beats == ["step 8"] * 3  # a silent server may take minutes of each
     hosts[0] = Host(True)
     asked._hosts[0] = hosts[0]
     rollouts.collect = lambda engine, version: [group(9, 0)]
