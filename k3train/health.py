@@ -19,7 +19,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-import time
+import traceback
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NoReturn
@@ -207,8 +207,7 @@ def _check(options: argparse.Namespace) -> int:
     os.environ.setdefault("MASTER_PORT", "0")
     meeting = Meeting(rank, size, options.seconds / 3, options.dir)
     code = check_together(meeting, report, kind, options)
-    if rank == 0 and size > 1:
-        time.sleep(0.5)  # the others still read from the store
+    meeting.leave()
     return code
 
 
@@ -276,18 +275,29 @@ def main(argv: list[str] | None = None) -> int:
     try:
         options = parser.parse_args(argv)
     except UserError as error:
-        print(f"k3train: K3_HEALTH_OPTIONS: {error}", file=sys.stderr)
-        return REFUSED
+        return _refuse(f"K3_HEALTH_OPTIONS: {error}")
     if options.verdict is not None:
         print(",".join(verdict(options.dir, options.verdict.split(","))))
         return 0
     try:
         return check(options)
     except UserError as error:
-        if os.environ.get("SLURM_PROCID", "0") == "0":
-            print(f"k3train: {error}", file=sys.stderr)
-        return REFUSED
+        return _refuse(str(error))
+
+
+def _refuse(text: str) -> int:
+    if os.environ.get("SLURM_PROCID", "0") == "0":  # all nodes find the same
+        print(f"k3train: {text}", file=sys.stderr)
+    return REFUSED
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    ended = 1
+    try:
+        ended = main()
+    except Exception:  # told here, as what follows tells nothing
+        traceback.print_exc()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # Not sys.exit: the interpreter's end destroys a process group whose all-reduce failed, which may wait for ever.
+    os._exit(ended)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import json
 import os
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
 
 REDUCE_ELEMENTS = 4 * 1024 * 1024  # fp32: 16 MiB
 PAIR_SHARE = 0.2  # of the time a part of the check may take, for an all-reduce of two nodes
+LEAVE_SHARE = 0.2  # the same, for the others to read what rank 0 keeps
 
 Pair = tuple[int, int]
 
@@ -68,6 +70,7 @@ class Meeting:
 
         self.rank, self.size, self.folder, self.dist = rank, size, folder, dist
         self.limit = datetime.timedelta(seconds=seconds)
+        self.there = [rank]  # those that reported, as rank 0 knows
         address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
         # Rank 0 may still be in its own checks.
         patience = self.limit if rank == 0 else 2 * self.limit
@@ -82,6 +85,7 @@ class Meeting:
             while missing and time.monotonic() < deadline:
                 missing = [rank for rank in missing if not self.store.check([f"report{rank}"])]
                 time.sleep(0.05)
+            self.there = [rank for rank in range(self.size) if rank not in missing]
             self.store.set("missing", json.dumps(missing))
         # Rank 0 may wait as long as this for the others.
         self.store.wait(["missing"], 2 * self.limit)
@@ -204,6 +208,16 @@ class Meeting:
         except RuntimeError:
             return False
         return True
+
+    def leave(self) -> None:
+        """The last call. Rank 0, with which the store ends, stays until the others have read all they will."""
+        with contextlib.suppress(RuntimeError):  # of a rank that comes when rank 0 has given it up
+            self.store.set(f"left{self.rank}", "")
+        deadline = time.monotonic() + LEAVE_SHARE * self.limit.total_seconds()
+        staying = self.there if self.rank == 0 else []
+        while staying and time.monotonic() < deadline:
+            staying = [rank for rank in staying if not self.store.check([f"left{rank}"])]
+            time.sleep(0.02)
 
     def close(self) -> None:
         """Leave together."""

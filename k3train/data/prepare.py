@@ -4,7 +4,6 @@ The work lies in `OUT.partial` until it is whole. Running the same command again
 every finished shard whose sources, options and tokenizer are unchanged.
 """
 
-import fcntl
 import gc
 import hashlib
 import json
@@ -18,6 +17,7 @@ from pathlib import Path
 from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
 
 from k3train.data.corpus import MANIFEST_FORMAT, MANIFEST_NAME, MANIFEST_VERSION, file_sha256, read_manifest
+from k3train.data.folder_lock import hold_folder
 from k3train.data.readers import read_rows
 from k3train.data.report import Problem, Report, merge_reports
 from k3train.data.shards import (
@@ -159,15 +159,13 @@ def _check_target(out: Path, overwrite: bool) -> None:
 def _locked(partial: Path) -> Iterator[None]:
     """Hold the working directory, so that a second process on the same corpus stops instead of mixing in."""
     try:
-        partial.mkdir(parents=True, exist_ok=True)
-        handle = os.open(partial, os.O_RDONLY | os.O_DIRECTORY)
+        handle = hold_folder(partial)
+    except BlockingIOError as error:
+        raise UserError(f"Another process is at work in {partial}; wait for it or stop it.") from error
     except OSError as error:
         raise UserError(f"{partial} cannot be written ({error.strerror}); give a writable --out.") from error
     try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         yield
-    except BlockingIOError as error:
-        raise UserError(f"Another process is at work in {partial}; wait for it or stop it.") from error
     finally:
         os.close(handle)
 

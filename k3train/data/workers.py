@@ -43,7 +43,7 @@ def results_of[Item, Result](
                 yield futures[future], future.result()
         except BrokenProcessPool as error:
             raise UserError(
-                "A worker process was killed, most likely for want of memory; finished shards are kept, run "
+                "A worker process was killed, most likely for want of memory; what is finished is kept, run "
                 f"the same command again with fewer --workers than {workers}."
             ) from error
         finally:

@@ -27,13 +27,9 @@ from k3train.model.build import build_chunks
 from k3train.model.model import K3Model
 from k3train.parallel.first_rank import from_first_rank
 from k3train.platform import Platform
-from k3train.rl.teacher_server import ServerHost
+from k3train.rl.teacher_server import Key, Row, Scores, ServerHost
 from k3train.rollout.restore import recipe_of
 from k3train.rollout.scoring import token_logprobs
-
-Key = tuple[int, int]  # group, sample
-Row = list[int]  # tokens
-Scores = dict[Key, list[float]]  # of the tokens 1.. of each row
 
 
 class Host(Protocol):

@@ -18,8 +18,6 @@ from k3train.errors import DISK_TROUBLE, StorageError, UserError
 _STORAGE = (*DISK_TROUBLE, errno.EROFS)
 # What no other start and no other node will change.
 _RIGHTS = (errno.EACCES, errno.EPERM, errno.EISDIR)
-
-
 # Data may be wrong on one rank only, which the others wait for; NCCL then does not let it leave their group.
 LEAVE_SECONDS = 10.0
 

@@ -269,9 +269,8 @@ def test_no_rounded_copy_outlives_a_run(pool: Any, corpus: Path, tmp_path: Path)
     """Each would take the memory of the experts again while the optimizer works."""
     plain = recipe(corpus, tmp_path, 3, engine="deepspeed", **ENGINES["zero2"], **QUANTIZED)
     ((rounded, kept),) = pool.run(rounded_copies, 1, plain, timeout=TIMEOUT)
-    assert (
-        rounded == [4] * 2
-    )  # both weights of each layer, once in the step's micro-batches and once in evaluating them
+    # Both weights of each layer, once in the step's micro-batches and once in evaluating them.
+    assert rounded == [4] * 2
     assert kept == [0] * 4
 
 

@@ -146,7 +146,7 @@ def test_a_recipe_that_cannot_work_is_told(tmp_path: Path, capfd: pytest.Capture
 
 @pytest.mark.parametrize("options", [["--min-free-gb", "much"], ["--nonsense"]])
 def test_options_that_cannot_work_are_told(
-    options: list[str], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    options: list[str], tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Slurm ends a task with 2 where its program is not there: what the check refuses has another code."""
     assert health.main(["--dir", str(tmp_path), *options, "--", *RECIPE]) == 64
@@ -154,6 +154,10 @@ def test_options_that_cannot_work_are_told(
     assert told.startswith("k3train: K3_HEALTH_OPTIONS: ")
     assert told.count("\n") == 1
     assert health.main(["--dir", str(tmp_path), "--", "recipe=pretrain/k3-tiny", "--nonsense"]) == 64
+    capfd.readouterr()
+    monkeypatch.setenv("SLURM_PROCID", "1")  # one node says it for all
+    assert health.main(["--dir", str(tmp_path), *options, "--", *RECIPE]) == 64
+    assert capfd.readouterr().err == ""
 
 
 @pytest.mark.parametrize("size", [3, 4, 7, 16])
@@ -203,6 +207,44 @@ def test_a_node_whose_all_reduce_fails_is_named(tmp_path: Path, bad: list[str], 
     else:
         assert health.verdict(tmp_path, names) == ["node1"]
         assert "node node1 is bad: an all-reduce with any other node fails, and succeeds among others" in said[0]
+
+
+READS_LATE = """
+import sys, time
+from k3train import health, meeting
+share = meeting.Meeting.share
+def late(self, name, mine):
+    if name == "measure" and self.rank == 1:
+        self.store.set(name + "1", mine)
+        time.sleep(4)  # rank 0 has what it waits for, and is done
+    return share(self, name, mine)
+meeting.Meeting.share = late
+meeting.Meeting.close = lambda self: None  # else it is the group that keeps rank 0
+sys.exit(health.main())
+"""
+
+
+def test_the_first_node_stays_until_the_others_have_read_its_store(tmp_path: Path) -> None:
+    with _claimed_port() as port:
+        nodes = [start(port, rank, tmp_path, "--seconds", "240", program=READS_LATE) for rank in range(2)]
+        said = [node.communicate(timeout=300)[0] for node in nodes]
+    assert [node.returncode for node in nodes] == [0, 0], said
+
+
+ENDS_SLOWLY = """
+import atexit, runpy, time
+atexit.register(time.sleep, 600)
+runpy.run_module("k3train.health", run_name="__main__", alter_sys=True)
+"""
+
+
+def test_the_check_does_not_wait_for_what_hangs_at_the_interpreters_end(tmp_path: Path) -> None:
+    """As NCCL's group after an all-reduce that failed."""
+    with _claimed_port() as port:
+        node = start(port, 0, tmp_path, size=1, program=ENDS_SLOWLY)
+        said = node.communicate(timeout=300)[0]
+    assert node.returncode == 0, said
+    assert "k3train health: 1 node healthy" in said
 
 
 def test_the_time_limit_ends_with_the_check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,7 +6,6 @@ Imports no torch. `k3train encode-data` does it before a run; without, the run's
 from __future__ import annotations
 
 import errno
-import fcntl
 import hashlib
 import json
 import os
@@ -26,6 +25,7 @@ from k3train.data.chat.encoded import counts_of, is_written, open_set, write_set
 from k3train.data.chat.sources import cut_conversation_files, read_part
 from k3train.data.chat.tokens import ChatEncoder
 from k3train.data.chat.usable import usable
+from k3train.data.folder_lock import hold_folder
 from k3train.data.sources import Segment, find_sources
 from k3train.data.workers import results_of
 from k3train.errors import DISK_TROUBLE, StorageError, UserError
@@ -199,23 +199,21 @@ def _alone_in(directory: Path, patience: Patience | None) -> Iterator[Path]:
     """Make the directory and hold it, waiting for the process that does."""
     told = False
     while True:
-        directory.mkdir(parents=True, exist_ok=True)
-        handle = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
         try:
-            try:
-                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                if not told:
-                    print(f"another process encodes into {directory}: waiting for it", flush=True)
-                told = True
-                if patience is not None and patience.left() < 0:
-                    raise UserError(
-                        f"another process still encodes into {directory}, and the other ranks wait"
-                        f" {patience.minutes:g} minutes for the data ({patience.key}); start the run again when it has"
-                        f" ended, or raise {patience.key}"
-                    ) from None
-                time.sleep(_LOOK_SECONDS)
-                continue
+            handle = hold_folder(directory)
+        except BlockingIOError:
+            if not told:
+                print(f"another process encodes into {directory}: waiting for it", flush=True)
+            told = True
+            if patience is not None and patience.left() < 0:
+                raise UserError(
+                    f"another process still encodes into {directory}, and the other ranks wait {patience.minutes:g}"
+                    f" minutes for the data ({patience.key}); start the run again when it has ended, or raise"
+                    f" {patience.key}"
+                ) from None
+            time.sleep(_LOOK_SECONDS)
+            continue
+        try:
             # Whoever had it may have removed it, and another may have made a new one.
             if directory.is_dir() and os.path.samestat(os.fstat(handle), os.stat(directory)):
                 yield directory
