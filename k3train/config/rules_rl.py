@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from typing import Any
 
 from k3train.config.rules import check_choice, check_range, refuse
@@ -21,6 +23,7 @@ CHOICES = {
     "rl.effort.counts": ("thinking", "output"),
 }
 EFFORTS = ("low", "high", "max")
+REWARDS = ("answer", "format", "unit_tests", "noise")  # k3train/rl/rewards.py
 # key: (cure, bounds)
 RANGES: dict[str, tuple[float, dict[str, float]]] = {
     "rl.objective.regularizer": (0.02, {"least": 0}),
@@ -103,6 +106,7 @@ def _check_sources(config: RecipeConfig) -> None:
         for name, value, holds, allowed in checks:
             if not holds:
                 raise UserError(f"{where}.{name}={value} is out of range; allowed: {allowed}; correct {where}.{name}")
+        _check_rewards(f"{where}.rewards", environment.rewards)
         for effort in environment.efforts:
             if effort not in EFFORTS:
                 raise UserError(
@@ -114,6 +118,22 @@ def _check_sources(config: RecipeConfig) -> None:
             raise refuse(
                 config, "rl.efforts", f"has {effort}, which does not exist", ", ".join(EFFORTS), "rl.efforts=[]"
             )
+
+
+def _check_rewards(where: str, weights: Mapping[str, float]) -> None:
+    for name, weight in weights.items():
+        if name not in REWARDS:
+            raise UserError(
+                f"{where} has {name}, which does not exist; allowed: {', '.join(REWARDS)}, with a weight each; try"
+                " {answer: 1.0}"
+            )
+        if not math.isfinite(weight):
+            raise UserError(f"{where}.{name}={weight} is out of range; allowed: finite numbers; correct {where}.{name}")
+    if weights and not any(weights.values()):
+        raise UserError(
+            f"{where} gives every reward the weight 0, so that nothing can be learned; allowed: at least one other"
+            " weight; try {answer: 1.0}"
+        )
 
 
 def _check_effort(config: RecipeConfig) -> None:

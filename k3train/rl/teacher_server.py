@@ -18,6 +18,7 @@ Row = list[int]  # tokens
 Scores = dict[Key, list[float]]  # of the tokens 1.. of each row
 
 ROWS_A_REQUEST = 16
+_CURES = "start it, correct its url, or have its samples dropped by when_silent=drop"
 BACKOFF = 0.5  # seconds before the second attempt; twice as long before each further one
 
 
@@ -59,7 +60,7 @@ class ServerHost:
             try:
                 self._retry(self._client.connect)
             except ServerFailedError as error:
-                raise self._silent(error) from error
+                raise self._silent(error, "start it, or correct its url") from error
             self._calls = Calls(settings.concurrency)
 
         from_first_rank(start)
@@ -90,7 +91,7 @@ class ServerHost:
             [scores] = self._calls.wait([self._asked.pop(key)])
             if isinstance(scores, ServerFailedError):
                 if not self._drop:
-                    raise self._silent(scores) from scores
+                    raise self._silent(scores, _CURES) from scores
             elif isinstance(scores, Exception):
                 raise scores
             else:
@@ -136,8 +137,8 @@ class ServerHost:
                 self._given_up.set()
         raise self._reason
 
-    def _silent(self, error: ServerFailedError) -> UserError:
+    def _silent(self, error: ServerFailedError, cure: str) -> UserError:
         return UserError(
             f"The teacher's server ({self._where}) does not answer, asked {self._settings.retries + 1} times: {error};"
-            " start it, correct its url, or have its samples dropped by when_silent=drop"
+            f" {cure}"
         )

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import http.server
 import json
+import re
 import threading
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
 
+from k3train.config import rules_rl
 from k3train.config.load import load_recipe
 from k3train.config.rl import EnvironmentConfig
+from k3train.config.validate import validate
 from k3train.data.chat.messages import ToolCall, conversation_of
 from k3train.data.chat.parse import Completion
 from k3train.errors import UserError
@@ -54,6 +57,24 @@ def test_rewards_that_are_named_are_the_only_ones() -> None:
     for seed in range(20):
         assert [by_noise(task(), turns, seed) for turns in answers] == [REWARDS["noise"](task(), [], seed)] * 2
         assert [by_default(task(), turns, seed) for turns in answers] == [1.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("rewards", "words"),
+    [
+        ("{anser: 1.0}", "rl.environments.1.rewards has anser, which does not exist; allowed: answer, format"),
+        ("{answer: inf}", "rl.environments.1.rewards.answer=inf is out of range"),
+        ("{answer: 0.0, noise: 0.0}", "rl.environments.1.rewards gives every reward the weight 0"),
+    ],
+)
+def test_rewards_that_nothing_is_learned_from_are_refused(rewards: str, words: str) -> None:
+    sources = f"rl.environments=[{{tasks: x, rewards: {{answer: 0.0, noise: 1.0}}}}, {{tasks: x, rewards: {rewards}}}]"
+    with pytest.raises(UserError, match=re.escape(words)):
+        validate(load_recipe(["recipe=rl/k3-tiny", sources]), world_size=1)
+
+
+def test_the_names_of_rewards_are_those_that_recipes_may_use() -> None:
+    assert tuple(REWARDS) == rules_rl.REWARDS
 
 
 def test_unit_tests() -> None:

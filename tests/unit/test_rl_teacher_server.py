@@ -67,6 +67,13 @@ def test_a_server_that_stays_silent_ends_the_run(make: Make, mood: str, reason: 
         make("refuses")[1].scores(ROWS)
 
 
+def test_a_server_that_does_not_answer_at_the_start_ends_the_run() -> None:
+    """Whatever `when_silent` says; so the sentence does not offer it."""
+    settings = RolloutConfig(retries=0, timeout_seconds=60, concurrency=1)
+    with pytest.raises(UserError, match=r"does not answer, asked 1 times.*; start it, or correct its url$"):
+        ServerHost(TeacherConfig(url="http://127.0.0.1:1", when_silent="drop"), 0, settings)
+
+
 def test_its_rows_may_be_dropped(make: Make) -> None:
     """Of three requests the first succeeds. In the next step the server has one attempt; once a whole step succeeds,
     requests have three again."""
