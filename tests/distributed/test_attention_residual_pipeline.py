@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from pool import WorkerPool
-from test_layouts_basic import assert_equal_to_one_rank, global_batch, recipe, train
+from test_layouts_basic import equal_to_one_rank, global_batch, recipe, train
 
 from k3train.config.schema import RecipeConfig
 
@@ -39,8 +39,7 @@ def test_any_cut_gives_one_ranks_numbers_and_the_formulas_bytes(
 
     block, layout = PIPELINES[name]
     config = recipe(block_size=block, **layout)
-    actual = pool.run(train, layout["pipeline"], config)
-    assert_equal_to_one_rank(actual, one_rank[block])
+    actual = equal_to_one_rank(pool, layout["pipeline"], config, recipe(block_size=block), one_rank[block])
     traffic = traffic_of(config)
     tokens = config.train.global_batch_size * config.train.seq_length
     expected = step_bytes(traffic, tokens, config.model.hidden_size, 4)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from pool import WorkerPool
-from test_layouts_basic import assert_equal_to_one_rank, global_batch, recipe, train
+from test_layouts_basic import equal_to_one_rank, global_batch, recipe, train
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from k3train.config.schema import RecipeConfig
@@ -54,9 +54,8 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_layout_equals_one_rank(pool: WorkerPool, one_rank: dict[bool, list[dict[str, Any]]], layout: str) -> None:
     world_size, settings = LAYOUTS[layout]
-    expected = one_rank[settings.get("mtp", False)]
-    actual = pool.run(train, world_size, recipe(**settings), bordering_batch)
-    assert_equal_to_one_rank(actual, expected)
+    mtp = settings.get("mtp", False)
+    equal_to_one_rank(pool, world_size, recipe(**settings), recipe(mtp=mtp), one_rank[mtp], bordering_batch)
 
 
 def mixers(config: RecipeConfig) -> dict[str, torch.nn.Module]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -235,9 +236,73 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_layout_equals_one_rank(pool: WorkerPool, one_rank: dict[bool, list[dict[str, Any]]], layout: str) -> None:
     world_size, settings = LAYOUTS[layout]
-    expected = one_rank[settings.get("mtp", False)]
-    actual = pool.run(train, world_size, recipe(**settings))
+    mtp = settings.get("mtp", False)
+    equal_to_one_rank(pool, world_size, recipe(**settings), recipe(mtp=mtp), one_rank[mtp])
+
+
+def equal_to_one_rank(
+    pool: WorkerPool,
+    world_size: int,
+    config: RecipeConfig,
+    plain: RecipeConfig,
+    expected: list[dict[str, Any]],
+    make_batch: Callable[[RecipeConfig, int], dict[str, torch.Tensor]] = global_batch,
+    timeout: float | None = None,
+) -> list[dict[str, Any]]:
+    """Train by `config`, and compare with the one-rank run of `plain`; where they part at a tie, on other rows.
+
+    Into which bin a margin on a border falls, and to which of two equal experts a token goes, the last bits of fp32
+    decide, that is the layout and the machine's matrix products: among fifty layouts some host meets one. A fault does
+    not care for the rows.
+    """
+    limit = {} if timeout is None else {"timeout": timeout}
+    actual = pool.run(train, world_size, config, make_batch, **limit)
+    if meets_a_tie(actual, expected):
+        warnings.warn("the layout and one rank part at a tie; compared on other rows", stacklevel=2)
+        other = functools.partial(later_batch, make_batch)
+        expected = pool.run(train, 1, plain, other)
+        actual = pool.run(train, world_size, config, other, **limit)
     assert_equal_to_one_rank(actual, expected)
+    return actual
+
+
+def later_batch(
+    make_batch: Callable[[RecipeConfig, int], dict[str, torch.Tensor]], config: RecipeConfig, step: int
+) -> dict[str, torch.Tensor]:
+    """The batch of many steps later."""
+    return make_batch(config, step + 60)
+
+
+def meets_a_tie(actual: list[dict[str, Any]], expected: list[dict[str, Any]]) -> bool:
+    """Whether the first thing that differs is a router's bias, after losses and norms that are still equal."""
+    for step in range(STEPS):
+        for result in actual:
+            if result["reports"][step] != pytest.approx(expected[0]["reports"][step], rel=LOSS_TOLERANCE):
+                return False
+            if result["grad_norm"][step] != pytest.approx(expected[0]["grad_norm"][step], rel=GRADIENT_TOLERANCE):
+                return False
+        biases = expected[0]["bias"][step]
+        if any(not torch.equal(bias, biases[name]) for r in actual for name, bias in r["bias"][step].items()):
+            return True
+    return False
+
+
+def test_only_a_bias_that_differs_first_is_a_tie() -> None:
+    def run(loss: float, norm: float, bias: float) -> list[dict[str, Any]]:
+        steps = [(4.0, 3.0, 0.1), (loss, norm, bias), (loss, norm, bias)]
+        return [
+            {
+                "reports": [{"loss": a} for a, _, _ in steps],
+                "grad_norm": [b for _, b, _ in steps],
+                "bias": [{"router": torch.tensor([c, -c])} for _, _, c in steps],
+            }
+        ]
+
+    expected = run(4.0, 3.0, 0.2)
+    assert meets_a_tie(run(4.0, 3.0, 0.2001), expected)
+    assert not meets_a_tie(run(4.0, 3.0, 0.2), expected)
+    assert not meets_a_tie(run(4.001, 3.0, 0.2001), expected)
+    assert not meets_a_tie(run(4.0, 3.001, 0.2001), expected)
 
 
 def assert_equal_to_one_rank(actual: list[dict[str, Any]], expected: list[dict[str, Any]]) -> None:

@@ -14,7 +14,7 @@ import torch
 from pool import WorkerPool
 from test_context_parallel import LAYOUTS as CONTEXT
 from test_layouts_basic import LAYOUTS as BASIC
-from test_layouts_basic import assert_equal_to_one_rank, one_rank_runs, recipe, train
+from test_layouts_basic import equal_to_one_rank, one_rank_runs, recipe, train
 
 AXES = ("dp", "tp", "pp", "vpp", "ep", "etp", "cp")
 
@@ -91,8 +91,8 @@ def test_every_pair_of_axes_meets() -> None:
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_layout_equals_one_rank(pool: WorkerPool, one_rank: dict[bool, list[dict[str, Any]]], layout: str) -> None:
     world_size, settings = LAYOUTS[layout]
-    actual = pool.run(train, world_size, recipe(**settings), timeout=300)
-    assert_equal_to_one_rank(actual, one_rank[settings.get("mtp", False)])
+    mtp = settings.get("mtp", False)
+    equal_to_one_rank(pool, world_size, recipe(**settings), recipe(mtp=mtp), one_rank[mtp], timeout=300)
 
 
 SAME_FORWARD = {

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from test_telemetry import make_step, start
-from test_telemetry_wandb import OFFLINE, finished_records, history_of, only_file
+from test_telemetry_wandb import OFFLINE, only_file, rows_of
 
 from k3train.telemetry.load_map import LEAST_CELL_PIXELS, MOST_WIDTH_PIXELS, map_pixels
 from k3train.telemetry.plots import experts_figure, load_experts
@@ -37,7 +37,7 @@ def test_wandb_gets_load_map_and_a_histogram_a_layer(tmp_path: Path) -> None:
     telemetry.step(make_step(1))
     telemetry.step(make_step(2, tokens_per_expert=LOADS))
     telemetry.finish("finished")
-    rows = {row["_step"]: row for row in history_of(finished_records(only_file(tmp_path))) if "loss/train" in row}
+    rows = {row["_step"]: row for row in rows_of(only_file(tmp_path)) if "loss/train" in row}
     assert not [key for key in rows[1] if "load" in key]
     row = rows[2]
     assert row["balance_load/layer_002/_type"] == "histogram"
