@@ -308,3 +308,13 @@ class TestOthers:
         assert ours[1].item() == 255
         finite = torch.arange(len(blocks)) != 1
         assert torch.equal(data.view(torch.uint8)[finite], codes[finite])
+
+
+@pytest.mark.parametrize("rule", ["round_up", "floor", "nearest"])
+def test_weights_in_mxfp4_are_the_same_numbers_in_mxfp8(rule: str) -> None:
+    """So products on MXFP8 operands, such as Transformer Engine's, can multiply the very weights that ship."""
+    generator = torch.Generator().manual_seed(3)
+    rows = torch.randint(-20, 20, (512, 1), generator=generator).float().exp2()
+    weights = mx.quantize_dequantize(torch.randn(512, 256, generator=generator) * rows, "e2m1", rule)
+    assert torch.equal(mx.quantize_dequantize(weights, "e4m3", "round_up"), weights)
+    assert not torch.equal(mx.quantize_dequantize(weights * 1.3, "e4m3", "round_up"), weights * 1.3)
