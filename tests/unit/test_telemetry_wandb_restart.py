@@ -71,9 +71,10 @@ def test_files_of_a_run_that_was_killed_again_and_again_make_one_whole(tmp_path:
     for first, last, checkpoint in ((1, 0, 0), (1, 3, 0), (1, 5, 0), (5, 7, 4)):
         command = [sys.executable, "-c", KILLED, str(run_dir), str(Path(__file__).parent)]
         command += [str(first), str(last), str(checkpoint)]
-        died = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
-        assert died.returncode == -signal.SIGKILL, died.stderr
-        wait_until_closed(run_dir)
+        died = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        _, said = died.communicate(timeout=300)
+        assert died.returncode == -signal.SIGKILL, said
+        wait_for_the_service_of(died.pid)
     telemetry = start(run_dir, wandb=OFFLINE, start_step=6)
     for step in range(7, 10):
         telemetry.step(make_step(step))
@@ -82,8 +83,25 @@ def test_files_of_a_run_that_was_killed_again_and_again_make_one_whole(tmp_path:
     assert_joined_files_are_the_metrics(run_dir, range(1, 10))
 
 
+def wait_for_the_service_of(process: int) -> None:
+    """W&B's service outlives the process that it served, and may not even have begun to write its file."""
+
+    def lives() -> bool:
+        for entry in Path("/proc").glob("[0-9]*/cmdline"):
+            with contextlib.suppress(OSError):  # it has ended meanwhile
+                command = entry.read_bytes().split(b"\0")
+                if b"wandb-core" in command[0] and str(process).encode() in command:
+                    return True
+        return False
+
+    deadline = time.monotonic() + 300
+    while lives():
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+
+
 def wait_until_closed(run_dir: Path) -> None:
-    """W&B's service outlives the process that it served, and may still be writing."""
+    """The service of a run that was finished may still be writing."""
 
     def is_open() -> bool:
         for descriptor in Path("/proc").glob("[0-9]*/fd/*"):
