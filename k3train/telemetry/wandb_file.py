@@ -8,6 +8,7 @@ checksum, length and type.
 from __future__ import annotations
 
 import json
+import re
 import struct
 from collections.abc import Iterator
 from pathlib import Path
@@ -62,15 +63,24 @@ def history(path: Path) -> Iterator[dict[str, Any]]:
             yield {"/".join(i.nested_key) or i.key: json.loads(i.value_json) for i in record.history.item}
 
 
+def runs_of(folder: Path, run_id: str) -> list[Path]:
+    """The directories under `folder` of run `run_id` of W&B, oldest first.
+
+    They are named by the second of their start. Where two started in the same one, W&B numbers the later ones.
+    """
+    name = re.compile(rf"(?:offline-)?run-(\d+_\d+)-{re.escape(run_id)}(?:-(\d+))?")
+    found = [(match[1], int(match[2] or 0), path) for path in folder.glob("*") if (match := name.fullmatch(path.name))]
+    return [path for *_, path in sorted(found)]
+
+
 def last_step(folder: Path, run_id: str) -> int | None:
     """The last step that the newest offline run under `folder` has recorded of W&B's run `run_id`; -1 without any.
 
     A run that continues begins behind what the ones before it hold. None where the disk does not tell: no offline run
     is there, or one that was online came after it.
     """
-    found = [path for kind in ("offline-run", "run") for path in folder.glob(f"{kind}-*-{run_id}")]
     known = None
-    for path in sorted(found, key=lambda path: path.name.removeprefix("offline-"), reverse=True):
+    for path in reversed(runs_of(folder, run_id)):
         if not path.name.startswith("offline-"):
             return None
         known = -1

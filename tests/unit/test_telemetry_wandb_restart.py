@@ -15,7 +15,7 @@ from test_telemetry import make_step, start
 from test_telemetry_wandb import OFFLINE, DyingRun, broken_wandb, finished_records, only_file
 
 from k3train.telemetry import WandbSettings, read_metrics
-from k3train.telemetry.wandb_file import history, last_step
+from k3train.telemetry.wandb_file import history, last_step, runs_of
 from k3train.telemetry.wandb_sink import forget_run, panel_metrics, persistent_run_id
 
 
@@ -49,6 +49,18 @@ def test_an_online_run_after_an_offline_one_leaves_open_what_wandb_holds(tmp_pat
     assert last_step(tmp_path, "abc") is None
 
 
+def test_runs_that_start_within_a_second_are_told_apart(tmp_path: Path) -> None:
+    names = ["run-20300101_000000-abc", *(f"offline-run-20300102_000000-abc{end}" for end in ("", "-2", "-10"))]
+    for name in (
+        *reversed(names),
+        "offline-run-20300103_000000-abcd",
+        "offline-run-20300103_000000-zabc",
+        "latest-run",
+    ):
+        (tmp_path / name).mkdir()
+    assert [path.name for path in runs_of(tmp_path, "abc")] == names
+
+
 KILLED = """
 import os, signal, sys, pathlib
 sys.path.insert(0, sys.argv[2])
@@ -79,7 +91,7 @@ def test_files_of_a_run_that_was_killed_again_and_again_make_one_whole(tmp_path:
     for step in range(7, 10):
         telemetry.step(make_step(step))
     telemetry.finish("finished")
-    assert len({path.name.rpartition("-")[2] for path in (run_dir / "wandb").glob("offline-run-*")}) == 1
+    assert runs_of(run_dir / "wandb", telemetry.run_id) == sorted((run_dir / "wandb").glob("offline-run-*"))
     assert_joined_files_are_the_metrics(run_dir, range(1, 10))
 
 
