@@ -18,12 +18,11 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import threading
 import traceback
-from collections.abc import Iterator
 from pathlib import Path
 from typing import NoReturn
 
+from k3train import time_limit
 from k3train.config.load import load_recipe
 from k3train.config.schema import RecipeConfig
 from k3train.config.validate import validate
@@ -211,26 +210,15 @@ def _check(options: argparse.Namespace) -> int:
     return code
 
 
-@contextlib.contextmanager
-def _bounded(seconds: float) -> Iterator[None]:
-    """End this process after `seconds` whatever it hangs in: a driver, a mount, a collective.
-
-    The watch ends with the block: a caller that lives on (a test session) must not be ended minutes later.
-    """
+def _bounded(seconds: float) -> contextlib.AbstractContextManager[None]:
+    """End this process after `seconds` whatever it hangs in."""
 
     def give_up() -> None:
         text = f"node {this_node()} did not end its check in {seconds:.0f} s"
         print(f"k3train health: {text}", file=sys.stderr, flush=True)
         os._exit(1)
 
-    watch = threading.Timer(seconds, give_up)
-    watch.daemon = True
-    watch.start()
-    try:
-        yield
-    finally:
-        watch.cancel()
-        watch.join()
+    return time_limit.within(seconds, give_up)
 
 
 def verdict(folder: Path, nodes: list[str]) -> list[str]:

@@ -18,6 +18,7 @@ from pathlib import Path
 from types import FrameType
 
 from k3train.errors import UserError, unwritable_run_dir
+from k3train.train.signals import give_back
 
 PORTS = range(20000, 30000)  # below the range from which Linux takes ports of outgoing connections
 POLL_SECONDS = 0.05
@@ -176,10 +177,7 @@ class _Ranks:
         try:
             yield
         finally:
-            for number, handler in earlier.items():
-                # A batch script repeats USR1 until this process has ended: the ranks' exit code has still to be told.
-                repeated = number == signal.SIGUSR1 and self.signal != 0
-                signal.signal(number, signal.SIG_IGN if repeated else handler)
+            give_back(earlier, self.signal)
 
     def verdict(self, log_dir: Path) -> int:
         """The exit code of the whole; the last lines of the rank at fault are shown where it is not rank 0."""

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import errno
 import os
-import threading
 import traceback
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 
-from k3train import rank_logs
+from k3train import rank_logs, time_limit
 from k3train.config.schema import RecipeConfig
 from k3train.environment import note_exit
 from k3train.errors import DISK_TROUBLE, StorageError, UserError
@@ -28,21 +26,14 @@ def _tell(error: UserError, rank: int) -> None:
     rank_logs.tell(f"k3train: {error}" if rank == 0 else f"k3train: rank {rank}: {error}")
 
 
-@contextmanager
-def _leaving_within(seconds: float, code: int) -> Iterator[None]:
+def _leaving_within(seconds: float, code: int) -> AbstractContextManager[None]:
     """End this process with `code` if the block takes longer."""
 
     def leave() -> None:
         note_exit(code)
         os._exit(code)
 
-    timer = threading.Timer(seconds, leave)
-    timer.daemon = True
-    timer.start()
-    try:
-        yield
-    finally:
-        timer.cancel()
+    return time_limit.within(seconds, leave)
 
 
 def _storage_error(error: Exception, config: RecipeConfig) -> UserError | None:

@@ -42,6 +42,7 @@ LEVELS = {
     "k3kernels": 1,
     "platform": 0,
     "environment": 0,
+    "time_limit": 0,
     "quiet": -1,
     "rank_logs": -1,
 }

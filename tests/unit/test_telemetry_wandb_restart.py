@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 import types
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -106,10 +107,7 @@ def wait_for_the_service_of(process: int) -> None:
                     return True
         return False
 
-    deadline = time.monotonic() + 300
-    while lives():
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
+    wait_while(lives, 300)
 
 
 def wait_until_closed(run_dir: Path) -> None:
@@ -123,8 +121,12 @@ def wait_until_closed(run_dir: Path) -> None:
                     return True
         return False
 
-    deadline = time.monotonic() + 120
-    while is_open():
+    wait_while(is_open, 120)
+
+
+def wait_while(holds: Callable[[], bool], seconds: float) -> None:
+    deadline = time.monotonic() + seconds
+    while holds():
         assert time.monotonic() < deadline
         time.sleep(0.1)
 

@@ -5,6 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from k3kernels.attention_residual.triton_kernel import folded_query, logit_of
 from k3kernels.compiled import Form
 from k3kernels.rows import accumulating_programs, check_columns, warps_for
 
@@ -17,9 +18,9 @@ def merge_forward_kernel(
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     valid = column < hidden
-    folded = tl.load(query + column, mask=valid, other=0.0).to(tl.float32)
-    folded *= tl.load(norm_weight + column, mask=valid, other=0.0).to(tl.float32)
+    folded = folded_query(query, norm_weight, column, valid)
     value = tl.load(partial + row * hidden + column, mask=valid, other=0.0).to(tl.float32)
+    # Not logit_of: written so it takes 40 registers on sm_90 where that takes 50.
     logit = tl.sum(value * folded) * tl.rsqrt(tl.sum(value * value) / hidden + eps)
     top = tl.load(highest + row)
     above = tl.maximum(top, logit)
@@ -59,12 +60,10 @@ def merge_backward_kernel(
     for step in range(tl.cdiv(rows - tl.program_id(0), tl.num_programs(0))):
         row = first + step * tl.num_programs(0)
         # Loaded for every token, from the cache: kept over the loop they would cost registers.
-        folded = tl.load(query + column, mask=valid, other=0.0).to(tl.float32)
-        folded *= tl.load(norm_weight + column, mask=valid, other=0.0).to(tl.float32)
+        folded = folded_query(query, norm_weight, column, valid)
         value = tl.load(partial + row * hidden + column, mask=valid, other=0.0).to(tl.float32)
         grad = tl.load(grad_mixed + row * hidden + column, mask=valid, other=0.0).to(tl.float32)
-        rstd = tl.rsqrt(tl.sum(value * value) / hidden + eps)
-        logit = tl.sum(value * folded) * rstd
+        logit, rstd = logit_of(value, folded, hidden, eps)
         top = tl.load(highest + row)
         above = tl.maximum(top, logit)
         kept, share = tl.exp(top - above), tl.exp(logit - above)

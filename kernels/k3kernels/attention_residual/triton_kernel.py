@@ -28,20 +28,32 @@ def pick(pointers, index, COUNT: tl.constexpr):
 
 
 @triton.jit
+def folded_query(query, norm_weight, column, valid):
+    """The query times the key norm's weight, in fp32."""
+    folded = tl.load(query + column, mask=valid, other=0.0).to(tl.float32)
+    return folded * tl.load(norm_weight + column, mask=valid, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def logit_of(value, folded, hidden, eps):
+    """A source's logit, and its reciprocal root mean square."""
+    rstd = tl.rsqrt(tl.sum(value * value) / hidden + eps)
+    return tl.sum(value * folded) * rstd, rstd
+
+
+@triton.jit
 def mix_forward_kernel(sources, query, norm_weight, out, hidden, eps, COUNT: tl.constexpr, BLOCK: tl.constexpr):
     """out [rows, hidden] of `sources`, a tuple of COUNT tensors [rows, hidden]; one program a row."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     valid = column < hidden
-    folded = tl.load(query + column, mask=valid, other=0.0).to(tl.float32)
-    folded *= tl.load(norm_weight + column, mask=valid, other=0.0).to(tl.float32)
+    folded = folded_query(query, norm_weight, column, valid)
     highest = float("-inf")
     denominator = 0.0
     mixed = tl.zeros([BLOCK], tl.float32)
     for i in range(COUNT):
         value = tl.load(pick(sources, i, COUNT) + row * hidden + column, mask=valid, other=0.0).to(tl.float32)
-        rstd = tl.rsqrt(tl.sum(value * value) / hidden + eps)
-        logit = tl.sum(value * folded) * rstd
+        logit, _ = logit_of(value, folded, hidden, eps)
         above = tl.maximum(highest, logit)
         kept = tl.exp(highest - above)
         share = tl.exp(logit - above)
@@ -79,16 +91,15 @@ def mix_backward_kernel(
     for step in range(tl.cdiv(rows - tl.program_id(0), tl.num_programs(0))):
         row = first + step * tl.num_programs(0)
         # Loaded for every token, from the cache: kept over the loop they would cost registers.
-        folded = tl.load(query + column, mask=valid, other=0.0).to(tl.float32)
-        folded *= tl.load(norm_weight + column, mask=valid, other=0.0).to(tl.float32)
+        folded = folded_query(query, norm_weight, column, valid)
         grad = tl.load(grad_out + row * hidden + column, mask=valid, other=0.0).to(tl.float32)
         logits = tl.full([SLOTS], float("-inf"), tl.float32)
         rstds = tl.zeros([SLOTS], tl.float32)
         alignments = tl.zeros([SLOTS], tl.float32)
         for i in range(COUNT):
             value = tl.load(pick(sources, i, COUNT) + row * hidden + column, mask=valid, other=0.0).to(tl.float32)
-            rstd = tl.rsqrt(tl.sum(value * value) / hidden + eps)
-            logits = tl.where(slot == i, tl.sum(value * folded) * rstd, logits)
+            logit, rstd = logit_of(value, folded, hidden, eps)
+            logits = tl.where(slot == i, logit, logits)
             rstds = tl.where(slot == i, rstd, rstds)
             alignments = tl.where(slot == i, tl.sum(value * grad), alignments)
         shares = tl.exp(logits - tl.max(logits, axis=0))
