@@ -44,7 +44,7 @@ def _layer_of(name: str) -> tuple[int, str]:
     return number, name
 
 
-def tell(trainer: Trainer, verdict: Verdict, step: int, loss: float, grad_norm: float) -> None:
+def tell(trainer: Trainer, verdict: Verdict, step: int, loss: float | None, grad_norm: float) -> None:
     """Say what tripped, and raise where it ends the run.
 
     Raises:
