@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from k3train.config.rl import EffortConfig
-from k3train.rl.trajectory import Group
+from k3train.errors import UserError
+from k3train.rl.sources import stating_effort
+from k3train.rl.whole import WholeAnswers
+from k3train.rollout.engine import Engine
+
+MEASURED_WITH = ("counts", "samples", "least")  # keys of `rl.effort` that a b0 depends on
+_ANEW = "another run.dir that starts with checkpoint.load"
 
 
 def tau_at(config: EffortConfig, effort: str | None, step: int) -> float | None:
@@ -29,27 +35,71 @@ class Budgets:
     def __init__(self, config: EffortConfig) -> None:
         self.config = config
         self.base: dict[tuple[int, int], float] = {}
+        self._measured_with: dict[str, Any] | None = None  # None: nothing yet, or by a version that did not say
 
-    def learn(self, environment: int, task: int, lengths: Sequence[int], rewards: Sequence[float]) -> None:
-        """Set b0 of a task from its samples."""
-        right = [length for length, reward in zip(lengths, rewards) if reward > 0]
-        counted = right or list(lengths)
+    def learn(self, environment: int, task: int, lengths: Sequence[int], right: Sequence[bool]) -> None:
+        """Set b0 of a task from its samples; there is none without samples."""
+        counted = [length for length, good in zip(lengths, right, strict=True) if good] or list(lengths)
         if counted:
             self.base[environment, task] = max(float(self.config.least), sum(counted) / len(counted))
+            self._measured_with = {name: getattr(self.config, name) for name in MEASURED_WITH}
+
+    def measure(self, engine: Engine, answers: WholeAnswers, version: int, progress: Any) -> int:
+        """b0 of all tasks of `answers.sources` that state an effort, from the model that `engine` samples now.
+
+        Samples that fail are left out. Returns how many tasks got no b0, because all of theirs did.
+
+        Args:
+            progress: called with the number of an environment whenever a task of it was answered.
+
+        Raises:
+            UserError: no task states an effort, or none got an answer.
+        """
+        asked = stating_effort(answers.sources)
+        for number in range(len(answers.sources)):
+            mine = [pair for pair in asked if pair[0] == number]
+            for group in answers.answers(engine, mine, version, lambda number=number: progress(number)):
+                whole = [s for s in group.samples if s.finish != "failed"]
+                self.learn(number, group.task, [answers.used(group, s) for s in whole], [bool(s.right) for s in whole])
+        if not self.base:
+            raise UserError(
+                "rl.effort.enabled=true, and all answers of the start model failed, so that no task has a budget (see"
+                " the environments' and the server's failures); correct those, or try rl.effort.enabled=false"
+            )
+        return len(asked) - len(self.base)
 
     def budget(self, environment: int, task: int, effort: str | None, step: int) -> float | None:
         """tau * b0; None where the task names no effort or has no b0."""
         tau, base = tau_at(self.config, effort, step), self.base.get((environment, task))
         return None if tau is None or base is None else tau * base
 
-    def state_dict(self) -> list[Any]:
-        return [[environment, task, base] for (environment, task), base in sorted(self.base.items())]
+    def state_dict(self) -> dict[str, Any]:
+        base = [[environment, task, base] for (environment, task), base in sorted(self.base.items())]
+        return {"base": base, "measured_with": self._measured_with}
 
-    def load_state_dict(self, saved: Sequence[Any]) -> None:
-        self.base = {(environment, task): base for environment, task, base in saved}
+    def load_state_dict(self, saved: dict[str, Any] | Sequence[Any]) -> None:
+        """Continue from what `state_dict` gave, or an earlier version's list.
 
-
-def over_budget_share(groups: Sequence[Group]) -> Mapping[str, float]:
-    """How many samples went beyond their budget."""
-    samples = [s for g in groups for s in g.samples]
-    return {"over_budget": sum(s.over_budget for s in samples) / max(1, len(samples))}
+        Raises:
+            UserError: the recipe controls effort, and there are no budgets, or they were measured with other values.
+        """
+        if not isinstance(saved, dict):
+            saved = {"base": saved, "measured_with": None}
+        self.base = {(environment, task): base for environment, task, base in saved["base"]}
+        self._measured_with = saved["measured_with"]
+        if not self.config.enabled:
+            return
+        if not self.base:
+            raise UserError(
+                "rl.effort.enabled=true, and the run that is continued has no budgets: they come from the start model,"
+                " before the first step, and this is another model by now; allowed: false, or a new run; try"
+                f" rl.effort.enabled=false, or {_ANEW}"
+            )
+        for name, then in (self._measured_with or {}).items():
+            now = getattr(self.config, name)
+            if now != then:
+                raise UserError(
+                    f"rl.effort.{name}={now} is not {then}, with which the budgets of the run that is continued were"
+                    f" measured, and the start model is gone; allowed: {then}, or a new run; try"
+                    f" rl.effort.{name}={then}, or {_ANEW}"
+                )

@@ -22,7 +22,7 @@ from k3train.data.chat.parse import Completion
 from k3train.errors import UserError
 from k3train.rl.calls import Calls
 from k3train.rl.chat import ChatFormat
-from k3train.rl.environments import Environment, Step
+from k3train.rl.environments import Step
 from k3train.rl.sources import Source
 from k3train.rl.steps import Agree, Answer, Message, Question, Steps
 from k3train.rl.trajectory import Group, Trajectory
@@ -49,6 +49,8 @@ class Rollouts:
         budget: of (environment, task, version), in tokens; None: no budget.
         judge: changes the rewards of a group whose samples are all done.
     """
+
+    where: str | None = None  # the key that tasks are of, where it is not `rl.environments`
 
     def __init__(
         self,
@@ -164,10 +166,15 @@ class Rollouts:
         self._positions[number] += 1
         epoch, place = divmod(position, len(source.tasks))
         task = _order(f"tasks {self.seed} {number} {epoch}", len(source.tasks))[place]
+        return self._group(uid, number, task, version)
+
+    def _group(self, uid: int, number: int, task: int, version: int) -> Group:
+        source = self.sources[number]
         prompt = list(self.prompt(source.environment.conversation(source.tasks[task])))
         if len(prompt) >= self.max_context:
+            where = self.where or f"rl.environments.{number}"
             raise UserError(
-                f"rl.environments.{number}: the prompt of task {source.tasks[task].id} has {len(prompt)} tokens, which"
+                f"{where}: the prompt of task {source.tasks[task].id} has {len(prompt)} tokens, which"
                 f" leaves none of train.seq_length={self.max_context} for an answer; try a larger train.seq_length"
             )
         samples = [Trajectory() for _ in range(self.config.rollout.samples)]
@@ -189,7 +196,7 @@ class Rollouts:
         ended = []
         for piece in pieces:
             group, sample = index[piece.key]
-            if piece.experts is not None:
+            if piece.experts is not None and self.config.rollout.replay_experts:
                 sample.note_experts(piece.experts, len(group.prompt) + len(sample.tokens))
             if piece.token is not None:
                 sample.push(piece.token, piece.logprob, piece.version)
@@ -244,6 +251,7 @@ class Rollouts:
             sample.info[name] = sample.info.get(name, 0.0) + value
         if outcome.reward is not None:
             sample.finish, sample.reward = message.finish, float(outcome.reward)
+            sample.right = outcome.reward > 0 if outcome.right is None else outcome.right
             self._hold_to_budget(group, sample)
             return
         thinking = self.sources[group.environment].tasks[group.task].conversation.thinking
@@ -252,21 +260,20 @@ class Rollouts:
             # The last word was the environment's: no answer came of it.
             del sample.tokens[sample.turns[-1][1] :], sample.logprobs[sample.turns[-1][1] :]
             del sample.versions[sample.turns[-1][1] :]
-            sample.finish, sample.reward = "length", 0.0
+            sample.finish, sample.reward, sample.right = "length", 0.0, False
         elif message.last:
             self._fail(sample, "step went on after a message of which ends said that it is the last", "environment")
 
     def _hold_to_budget(self, group: Group, sample: Trajectory) -> None:
-        effort = self.config.effort
-        if group.budget is None:
-            return
-        if effort.counts == "thinking":
-            used = sum(turn.thinking_tokens for turn in self.completions(group, sample))
-        else:
-            used = sample.drawn
-        if used > group.budget:
-            sample.reward, sample.over_budget = effort.override, True
+        if group.budget is not None and self.used(group, sample) > group.budget:
+            sample.reward, sample.over_budget = self.config.effort.override, True
             self._step["over_budget"] += 1
+
+    def used(self, group: Group, sample: Trajectory) -> int:
+        """What a budget counts of a sample: thinking tokens, or all that it drew, over all of its messages."""
+        if self.config.effort.counts == "thinking":
+            return sum(turn.thinking_tokens for turn in self.completions(group, sample))
+        return sample.drawn
 
     def _fail(self, sample: Trajectory, why: str, kind: str) -> None:
         sample.finish, sample.reward, sample.error = "failed", None, why
@@ -278,17 +285,17 @@ class Rollouts:
         asked = []
         for group in groups:
             whole = [s for s in group.samples if s.finish != "failed"]
-            kind = type(self.sources[group.environment].environment)
-            if whole and kind.judge_group is not Environment.judge_group:
+            if whole and self.sources[group.environment].environment.compares:
                 asked.append((group, whole))
         if not asked:
             return
-        for (_, whole), judged in zip(asked, self._agree(lambda: self._verdicts(asked))):
+        for (group, whole), judged in zip(asked, self._agree(lambda: self._verdicts(asked))):
             if isinstance(judged, str):
                 for sample in whole:
                     self._fail(sample, judged, "judge")
             elif judged is not None:
                 for sample, reward in zip(whole, judged, strict=True):
+                    sample.right = self.sources[group.environment].environment.is_right(float(reward))
                     if not sample.over_budget:
                         sample.reward = float(reward)
 
