@@ -119,8 +119,21 @@ class Rollouts:
         self._count(engine, before, time.perf_counter() - started)
         return ready
 
+    def restart(self, engine: Engine) -> int:
+        """Begin the groups in flight anew, with the same tasks: another policy goes on than the one that they are of.
+
+        Returns the tokens that are dropped; `total_dropped_tokens` counts them.
+        """
+        dropped = sum(sample.drawn for group in self.groups for sample in group.samples)
+        for group in self.groups:
+            for number in range(len(group.samples)):
+                engine.release((group.uid, number))
+            group.samples = [Trajectory() for _ in group.samples]
+        self.totals["dropped_tokens"] += dropped
+        return dropped
+
     def metrics(self) -> dict[str, float]:
-        """Of the last `collect`: counts, and totals of failures since the start."""
+        """Of the last `collect`: counts, and totals of failures and dropped tokens since the start."""
         totals = {f"total_{name}": float(value) for name, value in self.totals.items()}
         return {**{name: float(value) for name, value in self._step.items()}, **totals}
 

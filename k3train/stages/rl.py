@@ -251,6 +251,18 @@ class RLStage:
         if failed:
             tell(f"rl.effort: {failed} tasks have no budget, because all answers to them failed", "warning")
 
+    def rolled_back(self) -> None:
+        """The policy that samples in flight were drawn from was given up: they would count as one step old, and are
+        of weights that no step of the run leads to any more.
+        """
+        dropped, groups = self.rollouts.restart(self.engine), len(self.rollouts.groups)
+        self._refreshed = None
+        self._trainer.telemetry.event(
+            f"step {self._trainer.state.step}: {groups} groups in flight begin anew after the rollback; {dropped}"
+            " tokens of the policy that was given up are dropped",
+            "warning",
+        )
+
     def state_dict(self) -> dict[str, Any]:
         """What is in flight and ready, the order of tasks, and the budgets."""
         return {"rollouts": self.rollouts.state_dict(), "budgets": self.budgets.state_dict()}
