@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from k3train.config.rl import EffortConfig
@@ -10,9 +10,6 @@ from k3train.errors import UserError
 from k3train.rl.sources import stating_effort
 from k3train.rl.whole import WholeAnswers
 from k3train.rollout.engine import Engine
-
-MEASURED_WITH = ("counts", "samples", "least")  # keys of `rl.effort` that a b0 depends on
-_ANEW = "another run.dir that starts with checkpoint.load"
 
 
 def tau_at(config: EffortConfig, effort: str | None, step: int) -> float | None:
@@ -35,16 +32,14 @@ class Budgets:
     def __init__(self, config: EffortConfig) -> None:
         self.config = config
         self.base: dict[tuple[int, int], float] = {}
-        self._measured_with: dict[str, Any] | None = None  # None: nothing yet, or by a version that did not say
 
     def learn(self, environment: int, task: int, lengths: Sequence[int], right: Sequence[bool]) -> None:
         """Set b0 of a task from its samples; there is none without samples."""
         counted = [length for length, good in zip(lengths, right, strict=True) if good] or list(lengths)
         if counted:
             self.base[environment, task] = max(float(self.config.least), sum(counted) / len(counted))
-            self._measured_with = {name: getattr(self.config, name) for name in MEASURED_WITH}
 
-    def measure(self, engine: Engine, answers: WholeAnswers, version: int, progress: Any) -> int:
+    def measure(self, engine: Engine, answers: WholeAnswers, version: int, progress: Callable[[int], None]) -> int:
         """b0 of all tasks of `answers.sources` that state an effort, from the model that `engine` samples now.
 
         Samples that fail are left out. Returns how many tasks got no b0, because all of theirs did.
@@ -53,7 +48,7 @@ class Budgets:
             progress: called with the number of an environment whenever a task of it was answered.
 
         Raises:
-            UserError: no task states an effort, or none got an answer.
+            UserError: no task got an answer.
         """
         asked = stating_effort(answers.sources)
         for number in range(len(answers.sources)):
@@ -73,33 +68,8 @@ class Budgets:
         tau, base = tau_at(self.config, effort, step), self.base.get((environment, task))
         return None if tau is None or base is None else tau * base
 
-    def state_dict(self) -> dict[str, Any]:
-        base = [[environment, task, base] for (environment, task), base in sorted(self.base.items())]
-        return {"base": base, "measured_with": self._measured_with}
+    def state_dict(self) -> list[Any]:
+        return [[environment, task, base] for (environment, task), base in sorted(self.base.items())]
 
-    def load_state_dict(self, saved: dict[str, Any] | Sequence[Any]) -> None:
-        """Continue from what `state_dict` gave, or an earlier version's list.
-
-        Raises:
-            UserError: the recipe controls effort, and there are no budgets, or they were measured with other values.
-        """
-        if not isinstance(saved, dict):
-            saved = {"base": saved, "measured_with": None}
-        self.base = {(environment, task): base for environment, task, base in saved["base"]}
-        self._measured_with = saved["measured_with"]
-        if not self.config.enabled:
-            return
-        if not self.base:
-            raise UserError(
-                "rl.effort.enabled=true, and the run that is continued has no budgets: they come from the start model,"
-                " before the first step, and this is another model by now; allowed: false, or a new run; try"
-                f" rl.effort.enabled=false, or {_ANEW}"
-            )
-        for name, then in (self._measured_with or {}).items():
-            now = getattr(self.config, name)
-            if now != then:
-                raise UserError(
-                    f"rl.effort.{name}={now} is not {then}, with which the budgets of the run that is continued were"
-                    f" measured, and the start model is gone; allowed: {then}, or a new run; try"
-                    f" rl.effort.{name}={then}, or {_ANEW}"
-                )
+    def load_state_dict(self, saved: Sequence[Any]) -> None:
+        self.base = {(environment, task): base for environment, task, base in saved}

@@ -16,7 +16,6 @@ from k3train.parallel.first_rank import from_first_rank
 from k3train.rl import report
 from k3train.rl.batches import examples, micro_batches, pack, trainable, with_signal
 from k3train.rl.chat import ChatFormat
-from k3train.rl.continuing import check_in_flight
 from k3train.rl.effort import Budgets
 from k3train.rl.objective import distillation_advantages, kl_estimate, policy_terms
 from k3train.rl.rollouts import Rollouts
@@ -268,14 +267,9 @@ class RLStage:
         return {"rollouts": self.rollouts.state_dict(), "budgets": self.budgets.state_dict()}
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
-        """Continue from what `state_dict` gave.
-
-        Raises:
-            UserError: the recipe does not go with it.
-        """
-        self.budgets.load_state_dict(saved["budgets"])
+        """Continue from what `state_dict` gave, under the same recipe: a run directory refuses another one."""
         self.rollouts.load_state_dict(saved["rollouts"])
-        check_in_flight(self.config, self.rollouts.groups, self._trainer.state.step)
+        self.budgets.load_state_dict(saved["budgets"])
         if self.rl.rollout.keep_states and self.rollouts.groups:
             self._trainer.telemetry.event(
                 "rl.rollout.keep_states: the states of paused samples are not in a checkpoint; they are computed anew"
