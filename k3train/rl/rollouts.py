@@ -66,6 +66,7 @@ class Rollouts:
         self.max_context, self._agree, self._budget = max_context, agree, budget
         # Told of a group when its last sample ends, while others go on. Rewards may still be missing, or change.
         self.on_done: Callable[[Group], None] = lambda group: None
+        self.on_progress: Callable[[], None] = lambda: None  # told whenever a message ends
         self.groups: list[Group] = []  # begun and not trained on yet, oldest first
         self._next_uid = 0
         self._positions = [0] * len(sources)  # tasks taken from each source
@@ -221,6 +222,8 @@ class Rollouts:
                 ended.append(Message(group, piece.key[1], piece.finish))
         self._steps.ask(ended, self._question)
         self._let_go(engine, ended)
+        if any(piece.finish is not None for piece in pieces):
+            self.on_progress()
 
     def _go_on(self, engine: Engine, answers: Sequence[Answer]) -> list[Work]:
         """Add what environments said; returns the work of samples that have a further turn."""

