@@ -122,7 +122,7 @@ class SpeculativeGenerator(BatchGenerator):
         named = request.prompt if request.stream_of is None else request.stream_of
         return stream(request.sampling.seed, (*named, -1 - request.drawn) if request.drawn else named, sample)
 
-    def _forward(self, rows: Sequence[int], tokens: Sequence[Sequence[int]]) -> torch.Tensor:
+    def _forward(self, rows: Sequence[int], tokens: Sequence[Sequence[int]]) -> list[torch.Tensor | None]:
         """As there; the draft reads all that it can."""
         view = self.states.extend(rows, [len(piece) for piece in tokens])
         logits, fused = self._read(view, tokens, view.cu_seqlens[1:] - 1)
@@ -134,7 +134,7 @@ class SpeculativeGenerator(BatchGenerator):
             self._draft(late, [u.features[:-1] for u in unread], [u.tokens for u in unread])
         for row, u in zip(late, unread):
             self.states.unread[row] = Unread(u.features[-1:], ())
-        return logits
+        return list(logits.split(1))
 
     def _add_unread(self, row: int, features: torch.Tensor, tokens: Sequence[int]) -> None:
         before = self.states.unread.get(row)
