@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -18,67 +18,11 @@ from k3train.model.state import PAGE_SIZE, SequenceStates
 from k3train.parallel.forward import ForwardPass, ForwardPipeline
 from k3train.rollout.experts import ExpertRecorder
 from k3train.rollout.replicas import Replicas, SharedRows, cut
-from k3train.rollout.sampling import NOT_FINITE, SamplingConfig, are_finite, choose, stream
+from k3train.rollout.requests import Prefilled, Request, Running, Sampled, families
+from k3train.rollout.sampling import NOT_FINITE, are_finite, choose, stream
 
 MAX_ROWS = 32
 PREFILL_TOKENS = 2048
-
-
-@dataclass(frozen=True)
-class Request:
-    """`samples` continuations of `prompt`, each until one of `stop` or `sampling.max_new_tokens`.
-
-    A sample that was paused goes on where it was: `prompt` then holds what it has made too, `stream_of`,
-    `first_sample` and `drawn` say which random numbers are its next, and `row` may name its kept states.
-    """
-
-    prompt: tuple[int, ...]
-    sampling: SamplingConfig = field(default_factory=SamplingConfig)
-    stop: frozenset[int] = frozenset()
-    samples: int = 1
-    stream_of: tuple[int, ...] | None = None  # what names the random numbers besides seed and sample; None: the prompt
-    first_sample: int = 0  # the number of the first sample among those of `stream_of`
-    drawn: int = 0  # random numbers that were used before
-    row: int | None = None  # states that hold the beginning of `prompt`; for a single sample
-    keep: bool = False  # keep the states of a sample that ends (`BatchGenerator.kept`)
-
-
-@dataclass(frozen=True)
-class Sampled:
-    """One new token. `finish` is "stop" (the token is one of the stop tokens) or "length" where it is the last."""
-
-    request: int
-    sample: int
-    token: int
-    logprob: float  # under the model: temperature 1, whole vocabulary, nats
-    sampling_logprob: float  # under the distribution it was drawn from
-    finish: str | None = None
-    # Where experts are recorded: of the positions computed since the last token, int16 [n, MoE layers, top_k].
-    experts: torch.Tensor | None = None
-
-
-@dataclass
-class _Prefilled:
-    """A prompt whose samples have not all started: its row, and the logits [1, vocab] behind its last token."""
-
-    request: int
-    row: int
-    logits: torch.Tensor | None  # on the rank that draws
-    experts: torch.Tensor | None = None
-    started: int = 0
-
-
-@dataclass
-class _Running:
-    """One sample that goes on."""
-
-    request: int
-    sample: int
-    row: int
-    generator: torch.Generator | None  # on the rank that draws
-    experts: torch.Tensor | None = None
-    token: int = -1
-    produced: int = 0
 
 
 @dataclass
@@ -123,8 +67,8 @@ class BatchGenerator:
         self.prefilled_tokens = 0
         self.generated_tokens = [0] * self.replicas.count  # by each replica
         self._waiting: deque[int] = deque()
-        self._prefilled: deque[_Prefilled] = deque()
-        self._running: list[_Running] = []
+        self._prefilled: deque[Prefilled] = deque()
+        self._running: list[Running] = []
         self._cancelled: set[tuple[int, int]] = set()
         self._recorder = ExpertRecorder(self.chunks, self.replicas.share) if self.record_experts else None
 
@@ -220,26 +164,35 @@ class BatchGenerator:
         self._running = going_on
 
     def _prefill(self) -> None:
-        """Compute the prompts of as many waiting requests as their samples find room."""
+        """Compute the prompts of as many waiting requests as their samples find room, once what several begin with."""
         room, numbers = self.max_rows - len(self._running), []
         while self._waiting and room > 0:
             numbers.append(self._waiting.popleft())
             room -= self.requests[numbers[-1]].samples
-        given = {number: self.requests[number].row for number in numbers}
-        new = [number for number in numbers if given[number] is None]
-        given.update(zip(new, self.rows.add(self._owners(new, [r for r in given.values() if r is not None]))))
-        done = self._compute({row: deque(self.requests[n].prompt[self.rows.held(row) :]) for n, row in given.items()})
-        self._prefilled += [_Prefilled(n, given[n], done[given[n]], self._experts_of(given[n])) for n in numbers]
+        given = {n: row for n in numbers if (row := self.requests[n].row) is not None}
+        kin = families(self.requests, [n for n in numbers if n not in given])
+        owners = self._owners([family for family, _ in kin], given.values())
+        given.update({family[0]: row for (family, _), row in zip(kin, self.rows.add(owners))})
+        done = self._compute({given[f[0]]: deque(self.requests[f[0]].prompt[:n]) for f, n in kin if n})
+        for first, *others in [family for family, shared in kin if shared]:
+            forks = self.rows.fork(given[first], len(others))
+            given.update(zip(others, forks))
+            done.update(dict.fromkeys(forks, done[given[first]]))
+            if self._recorder is not None:
+                self._recorder.fork(given[first], forks)
+        left = {given[n]: deque(self.requests[n].prompt[self.rows.held(given[n]) :]) for n in numbers}
+        done |= self._compute({row: tokens for row, tokens in left.items() if tokens})
+        self._prefilled += [Prefilled(n, given[n], done[given[n]], self._experts_of(given[n])) for n in numbers]
 
-    def _owners(self, numbers: Sequence[int], held: Sequence[int]) -> list[int]:
-        """For each of these requests the replica that has the fewest samples; `held` rows are about to go on."""
+    def _owners(self, kin: Sequence[Sequence[int]], held: Iterable[int]) -> list[int]:
+        """For each set of requests the replica that has the fewest samples; `held` rows are about to go on."""
         load = [0] * self.replicas.count
         for row in [*(r.row for r in self._running), *held]:
             load[self.rows.owner(row)] += 1
         owners = []
-        for number in numbers:
+        for family in kin:
             owners.append(min(range(len(load)), key=load.__getitem__))
-            load[owners[-1]] += self.requests[number].samples
+            load[owners[-1]] += sum(self.requests[number].samples for number in family)
         return owners
 
     def _compute(self, left: dict[int, deque[int]]) -> dict[int, torch.Tensor | None]:
@@ -259,7 +212,7 @@ class BatchGenerator:
                     del left[row]
         return done
 
-    def _start(self) -> tuple[list[_Running], list[torch.Tensor | None]]:
+    def _start(self) -> tuple[list[Running], list[torch.Tensor | None]]:
         """Rows for the next samples of prefilled prompts; the last sample of a prompt takes the prompt's own row."""
         room, started, logits = self.max_rows - len(self._running), [], []
         while self._prefilled and len(started) < room:
@@ -271,7 +224,7 @@ class BatchGenerator:
             for row in rows:
                 drawn_here = prompt.logits is not None
                 generator = self._stream(request, request.first_sample + prompt.started) if drawn_here else None
-                started.append(_Running(prompt.request, prompt.started, row, generator, prompt.experts))
+                started.append(Running(prompt.request, prompt.started, row, generator, prompt.experts))
                 logits.append(prompt.logits)
                 prompt.started += 1
             if last:
@@ -282,7 +235,7 @@ class BatchGenerator:
         named = request.prompt if request.stream_of is None else request.stream_of
         return stream(request.sampling.seed, named, sample, request.drawn)
 
-    def _sample(self, running: list[_Running], logits: Sequence[torch.Tensor | None]) -> list[Sampled]:
+    def _sample(self, running: list[Running], logits: Sequence[torch.Tensor | None]) -> list[Sampled]:
         """Draw one token for each of `running`, and keep those that go on; some rank has the logits of each."""
         drawn_here = [i for i, row in enumerate(logits) if row is not None]
         told = torch.zeros(3, len(running), dtype=torch.float64, device=self.device)
@@ -302,7 +255,7 @@ class BatchGenerator:
             self._running += going_on
         return new
 
-    def _took(self, r: _Running, token: int, logprob: float, drawn: float) -> Sampled:
+    def _took(self, r: Running, token: int, logprob: float, drawn: float) -> Sampled:
         """Count a token of a sample, and see whether it is the last."""
         request = self.requests[r.request]
         self.generated_tokens[self.rows.owner(r.row)] += 1
@@ -313,14 +266,14 @@ class BatchGenerator:
         experts, r.experts = r.experts, None
         return Sampled(r.request, r.sample, token, logprob, drawn, finish, experts)
 
-    def _end(self, r: _Running) -> None:
+    def _end(self, r: Running) -> None:
         """A sample is complete: keep its row for whoever asked for it, or free it."""
         if self.requests[r.request].keep:
             self.kept[r.request, r.sample] = r.row
         else:
             self.rows.remove([r.row])
 
-    def _draw(self, running: Sequence[_Running], logits: Sequence[torch.Tensor]) -> torch.Tensor:
+    def _draw(self, running: Sequence[Running], logits: Sequence[torch.Tensor]) -> torch.Tensor:
         """Token, log-probability and that of the distribution drawn from, [3, n] in fp64; NaN where logits are none."""
         if not running:
             return torch.zeros(3, 0, dtype=torch.float64, device=self.device)
