@@ -298,12 +298,15 @@ class BatchGenerator:
         lengths = [[self._padded(sum(counts[i] for i in part)) for part in parts] for parts in cuts]
         if self.model.config.moe_token_dispatcher_type == "allgather":  # which gathers as much from every rank
             lengths = [[max(column) for column in zip(*lengths)]] * len(lengths)
+        # A replica without a row takes part with one of filler, through the same code as any other.
+        idle = self.states.add() if [] in cuts[own] else []
         passes = [
-            self._pass([rows[i] for i in part], [tokens[i] for i in part], length)
+            self._pass([rows[i] for i in part], [tokens[i] for i in part], length, idle)
             for part, length in zip(cuts[own], lengths[own])
         ]
         with self._recorder or contextlib.nullcontext():
             made = self._pipeline(passes)
+        self.states.remove(idle)
         if self._recorder is not None:
             self._recorder.file(rows, counts, cuts[own])
         out: list[torch.Tensor | None] = [None] * len(rows)
@@ -313,20 +316,21 @@ class BatchGenerator:
         return out
 
     def _padded(self, tokens: int) -> int:
-        """The length of a forward pass: sequence parallelism cuts the tokens, and an empty one has filler alone."""
+        """The length of a forward pass: sequence parallelism cuts the tokens."""
         shards = self.model.config.tensor_model_parallel_size
         return max(-(-tokens // shards), 1) * shards
 
-    def _pass(self, rows: Sequence[int], tokens: Sequence[Sequence[int]], length: int) -> ForwardPass:
-        """The next tokens of some rows, and filler up to `length` behind them; of no rows, filler alone."""
+    def _pass(
+        self, rows: Sequence[int], tokens: Sequence[Sequence[int]], length: int, idle: Sequence[int]
+    ) -> ForwardPass:
+        """The next tokens of some rows, and filler up to `length` behind them; of no rows, filler of `idle`."""
         flat = [token for piece in tokens for token in piece]
-        view = self.states.extend(rows, [len(piece) for piece in tokens]) if rows else None
+        view = self.states.extend(rows or idle, [len(piece) for piece in tokens] or [1])
         ids = torch.tensor([flat + [0] * (length - len(flat))], device=self.device)
         packing = Packing.whole_rows(1, length, self.device)
         if length > len(flat):
             packing.padding = torch.arange(length, device=self.device).unsqueeze(0) >= len(flat)
-        last = torch.zeros(1, dtype=torch.long, device=self.device) if view is None else view.cu_seqlens[1:] - 1
-        return ForwardPass(ids, packing, view, last)
+        return ForwardPass(ids, packing, view, view.cu_seqlens[1:] - 1)
 
     def _experts_of(self, row: int) -> torch.Tensor | None:
         """What was recorded of a row since the last time."""
