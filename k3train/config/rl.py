@@ -58,7 +58,7 @@ class RolloutConfig:
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
-    max_rows: int = 64  # samples that the local engine generates at a time
+    max_rows: int = 64  # samples that the local engine generates at a time, on all ranks together
     environment_workers: int = 8  # steps of environments, or judgings of groups, at a time
     # Local engine: tokens that other samples grow by before an environment's answer, such as a tool's output, is taken
     # up; generation waits for one that is not there by then. So samples do not depend on how long environments take.

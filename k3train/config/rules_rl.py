@@ -214,14 +214,6 @@ def _check_engine(config: RecipeConfig) -> None:
                 config, "rl.rollout.url", "names no server", "http://HOST:PORT", "rl.rollout.url=http://127.0.0.1:8000"
             )
         return
-    if parallel.pipeline > 1:
-        raise refuse(
-            config,
-            "parallel.pipeline",
-            "is no layout that the local engine generates in",
-            "1, or rl.rollout.engine=openai",
-            "parallel.pipeline=1",
-        )
     if parallel.overlap_param_gather:
         raise refuse(
             config,

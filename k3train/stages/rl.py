@@ -86,7 +86,7 @@ class RLStage:
             self.rollouts.on_done = self._teachers.begin
         if rollout.engine == "local":
             self.engine: LocalEngine | SharedEngine = LocalEngine(
-                self._model,
+                [model.module for model in trainer.models],
                 min(self.tokenizer.vocab_size, self._model.vocab_size),
                 dist.group.WORLD,
                 rollout.max_rows,

@@ -401,6 +401,9 @@ LAYOUTS = {
     "ep2": (2, {"parallel__expert": 2}),
     "cp2": (2, {"parallel__context": 2}),
     "tp2_ep2": (4, {"parallel__tensor": 2, "parallel__expert": 2}),
+    "pp2": (2, {"parallel__pipeline": 2}),
+    "pp2_vpp2": (2, {"parallel__pipeline": 2, "parallel__virtual_pipeline": 2}),
+    "pp2_ep2": (4, {"parallel__pipeline": 2, "parallel__expert": 2}),
 }
 
 
@@ -418,6 +421,17 @@ def test_layouts_give_the_same_numbers(
         assert ours["loss"] == pytest.approx(one_rank["loss"], rel=1e-4, abs=1e-6)
         assert ours["grad_norm"] == pytest.approx(one_rank["grad_norm"], rel=1e-3)
         assert abs(ours["rollout_kl"]) < 1e-9
+        assert paused(ours) == paused(one_rank)
+        shares = [v for k, v in ours["rollout"].items() if k.startswith("generated_tokens_replica")]
+        assert len(shares) == {"tp2": 0, "tp2_ep2": 2, "pp2": 0, "pp2_vpp2": 0}.get(name, 2)
+        assert not shares or (min(shares) > 0 and sum(shares) == ours["rollout"]["generated_tokens"])
+    for ours, one_rank in zip(lines(tmp_path, "eval"), lines(clean[0], "eval"), strict=True):
+        assert ours["response_length"] == one_rank["response_length"]
+
+
+def paused(line: dict[str, Any]) -> tuple:
+    """Where generation paused."""
+    return tuple(line["rollout"][name] for name in ("paused", "resumed", "generated_tokens", "prefilled_tokens"))
 
 
 @pytest.mark.parametrize(

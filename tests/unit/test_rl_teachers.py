@@ -143,7 +143,7 @@ def test_the_loss_of_a_batch_by_hand() -> None:
         ({"checkpoint": "a", "effort": "medium"}, {}, "rl.teachers.0.effort=medium"),
         ({"checkpoint": "a", "weight": 0.0}, {}, "rl.teachers.0.weight=0"),
         ({"checkpoint": "a", "host": "zero3"}, {"tensor": 2}, "parallel.tensor=2 cannot hold a teacher"),
-        ({"checkpoint": "a"}, {"pipeline": 2}, "parallel.pipeline=2 cannot hold a teacher"),
+        ({"checkpoint": "a", "host": "zero3"}, {"pipeline": 2}, "parallel.pipeline=2 cannot hold a teacher"),
     ],
 )
 def test_wrong_teachers_get_one_sentence(teacher: dict[str, Any], parallel: dict[str, int], words: str) -> None:
