@@ -29,6 +29,8 @@ class SharedEngine:
         UserError: `make` raised it.
     """
 
+    slice_seconds = 5.0  # of waiting, after each of which it counts as progress
+
     def __init__(
         self,
         make: Callable[[], OpenAIEngine],
@@ -132,14 +134,13 @@ class SharedEngine:
         from_first_rank(lambda: self._engine.go_on())
 
     def _wait(self) -> None:
-        told = False
-        while (state := from_first_rank(lambda: self._engine.wait())) == "down":
-            if not told:
-                self._tell(
-                    "THE ROLLOUT SERVER IS DOWN: sampling stands still until it answers again, for at most"
-                    " rl.rollout.outage_minutes"
-                )
-                told = True
+        if from_first_rank(lambda: self._engine.wait(0.0)) != "down":  # only a look, so that it is told at once
+            return
+        self._tell(
+            "THE ROLLOUT SERVER IS DOWN: sampling stands still until it answers again, for at most"
+            " rl.rollout.outage_minutes"
+        )
+        self._beat("the wait for the rollout server")
+        while from_first_rank(lambda: self._engine.wait(self.slice_seconds)) == "down":
             self._beat("the wait for the rollout server")
-        if told or state == "back":
-            self._tell("the rollout server answers again")
+        self._tell("the rollout server answers again")

@@ -128,7 +128,8 @@ class OpenAIEngine:
     def attend(self) -> tuple[list[Piece], str]:
         """What came, and what keeps the rest from coming: OUTAGE, WEIGHTS, or nothing. Waits for either."""
         while self._open:
-            pieces = self._note([self._pieces.get(), *self._drain()])
+            first = [] if self._trouble else [self._pieces.get()]
+            pieces = self._note([*first, *self._drain()])
             with self._lock:
                 trouble = self._trouble
             if pieces or trouble:
