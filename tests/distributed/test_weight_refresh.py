@@ -21,15 +21,17 @@ class Receiver:
         self.rows: dict[str, list[torch.Tensor]] = {}
         self.versions: list[int | None] = []
 
-    def send_bucket(self, bucket: dict[str, torch.Tensor], version: int | None) -> None:
+    def send_bucket(self, bucket: dict[str, torch.Tensor], number: int, version: int, is_last: bool) -> bool:
         for name, rows in bucket.items():
             key, _, start = name.rpartition("@")
             assert int(start) == sum(len(r) for r in self.rows.setdefault(key, []))
             self.rows[key].append(rows.clone())
-        self.versions.append(version)
+        self.versions.append(version if is_last else None)
+        return True
 
-    def refresh_from_disk(self, folder: Path, version: int) -> None:
+    def refresh_from_disk(self, folder: Path, version: int) -> bool:
         self.versions.append(version)
+        return True
 
 
 def give_weights(rank: int, world_size: int, recipe: dict[str, Any]) -> tuple[dict[str, torch.Tensor], list]:

@@ -59,14 +59,18 @@ def original(server: Any) -> Iterator[None]:
     from k3train.rollout.refresh import apply_bucket, buckets
 
     [bucket] = [{k: v.clone() for k, v in b.items()} for b in buckets(server.worker.model, 1 << 40)]
+    version = server.worker.version
     yield
     server.worker.call(lambda: apply_bucket(server.worker.model, bucket))
-    server.worker.version = 0
+    server.worker.version = version
 
 
-def ask(server: Any, body: Any, path: str = "/v1/completions", method: str = "POST") -> tuple[int, dict]:
+def ask(
+    server: Any, body: Any, path: str = "/v1/completions", method: str = "POST", headers: dict[str, str] | None = None
+) -> tuple[int, dict]:
     content = body if isinstance(body, bytes) else json.dumps(body).encode()
-    request = urllib.request.Request(server.url + path, content if method == "POST" else None, method=method)
+    content = content if method == "POST" else None
+    request = urllib.request.Request(server.url + path, content, headers or {}, method=method)
     try:
         with urllib.request.urlopen(request, timeout=60) as answer:
             return answer.status, json.load(answer)
@@ -313,7 +317,8 @@ def test_weights_in_place(server: Any, tokenizer: Any, original: None) -> None:
     outside = engine(server)
     sent = list(buckets(other, 20_000))
     for number, bucket in enumerate(sent, start=1):
-        outside.send_bucket(bucket, 4 if number == len(sent) else None)
+        assert outside.send_bucket(bucket, number - 1, 4, is_last=number == len(sent))
+        assert (server.worker.version is None) is (number < len(sent))
     assert len(sent) > 5
     for name, tensor in named_weights(server.worker.model).items():
         assert torch.equal(tensor, named_weights(other)[name]), name
@@ -329,14 +334,18 @@ def test_bad_updates_change_nothing(server: Any) -> None:
 
     before = {n: t.clone() for n, t in server.worker.model.state_dict().items() if isinstance(t, torch.Tensor)}
     wrong = save({"embedding.weight@300": torch.zeros(9, 32), "embedding.weight@0": torch.zeros(1, 32)})
-    for body, path in (
-        ({"model_path": "/nonexistent"}, "/update_weights_from_disk"),
-        (b"rubbish", "/update_weights_from_bucket"),
-        (wrong, "/update_weights_from_bucket"),
-        (save({"nothing@0": torch.zeros(1)}), "/update_weights_from_bucket"),
+    version, first = server.worker.version, {"K3train-Weight-Version": "new", "K3train-Bucket": "0"}
+    for body, path, headers in (
+        ({"model_path": "/nonexistent"}, "/update_weights_from_disk", {}),
+        ({"model_path": "/", "weight_version": [1]}, "/update_weights_from_disk", {}),
+        (b"rubbish", "/update_weights_from_bucket", first),
+        (wrong, "/update_weights_from_bucket", first),
+        (save({"nothing@0": torch.zeros(1)}), "/update_weights_from_bucket", first),
+        (b"rubbish", "/update_weights_from_bucket", {}),
     ):
-        status, answer = ask(server, body, path)
+        status, answer = ask(server, body, path, headers=headers)
         assert status == 400, answer
+    assert server.worker.version == version
     assert all(torch.equal(server.worker.model.state_dict()[n], t) for n, t in before.items())
     server.worker.allow_updates = False
     try:
