@@ -93,8 +93,11 @@ def _check_objective(config: RecipeConfig) -> None:
 
 
 def _check_unused(config: RecipeConfig) -> None:
-    """Refuse values of the objective that nothing acts on, and one without which it is wrong off policy."""
+    """Refuse values that nothing acts on, and one without which the objective is wrong off policy."""
     objective, rollout = config.rl.objective, config.rl.rollout
+    if rollout.engine == "openai" and rollout.keep_states:
+        why = "keeps states of the local engine; a server keeps none over a pause"
+        raise refuse(config, "rl.rollout.keep_states", why, "false", "rl.rollout.keep_states=false")
     cap = "rl.objective.importance_cap"
     if objective.surrogate != "reinforce" and objective.importance_cap:
         why = f"is for surrogate=reinforce, and surrogate={objective.surrogate} does not look at it"
@@ -206,9 +209,6 @@ def _check_engine(config: RecipeConfig) -> None:
         if rollout.replay_experts:
             why = "needs the experts of each token, which servers do not tell"
             raise refuse(config, "rl.rollout.replay_experts", why, "false", "rl.rollout.replay_experts=false")
-        if rollout.keep_states:
-            why = "keeps states of the local engine; a server keeps none over a pause"
-            raise refuse(config, "rl.rollout.keep_states", why, "false", "rl.rollout.keep_states=false")
         if not rollout.url:
             raise refuse(
                 config, "rl.rollout.url", "names no server", "http://HOST:PORT", "rl.rollout.url=http://127.0.0.1:8000"
