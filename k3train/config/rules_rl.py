@@ -96,8 +96,11 @@ def _check_objective(config: RecipeConfig) -> None:
 
 
 def _check_unused(config: RecipeConfig) -> None:
-    """Refuse values of the objective that nothing acts on, and one without which it is wrong off policy."""
+    """Refuse values that nothing acts on, and one without which the objective is wrong off policy."""
     objective, rollout = config.rl.objective, config.rl.rollout
+    if rollout.engine == "openai" and rollout.keep_states:
+        why = "keeps states of the local engine; a server keeps none over a pause"
+        raise refuse(config, "rl.rollout.keep_states", why, "false", "rl.rollout.keep_states=false")
     cap = "rl.objective.importance_cap"
     if objective.surrogate != "reinforce" and objective.importance_cap:
         why = f"is for surrogate=reinforce, and surrogate={objective.surrogate} does not look at it"
