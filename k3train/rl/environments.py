@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -23,6 +23,14 @@ class Step:
     reward: float | None = None
     messages: tuple[dict[str, Any], ...] = ()
     info: dict[str, float] = field(default_factory=dict)  # numbers to average, such as tool_errors
+
+
+@dataclass(frozen=True)
+class Judgement:
+    """What comparing the samples of a prompt gave: a reward for each, and counts that metrics sum over groups."""
+
+    rewards: Sequence[float]
+    info: Mapping[str, float] = field(default_factory=dict)
 
 
 class Environment:
@@ -60,7 +68,7 @@ class Environment:
         """
         return type(self).step is Environment.step
 
-    def judge_group(self, task: Task, answers: Sequence[Completion]) -> list[float] | None:
+    def judge_group(self, task: Task, answers: Sequence[Completion]) -> Sequence[float] | Judgement | None:
         """Rewards of the K finished samples of a prompt by comparing them, or None to keep those of `step`."""
         return None
 

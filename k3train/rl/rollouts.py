@@ -12,7 +12,7 @@ import math
 import random
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -22,12 +22,17 @@ from k3train.data.chat.parse import Completion
 from k3train.errors import UserError
 from k3train.rl.calls import Calls
 from k3train.rl.chat import ChatFormat
-from k3train.rl.environments import Environment, Step
+from k3train.rl.checks import Outcome, failed_info, judgement_of, sentence
+from k3train.rl.environments import Environment, Judgement
 from k3train.rl.sources import Source
 from k3train.rl.steps import Agree, Answer, Message, Question, Steps
 from k3train.rl.trajectory import Group, Trajectory
 from k3train.rollout.engine import Engine, Piece, Work
 from k3train.rollout.sampling import SamplingConfig
+from k3train.rollout.tasks import Task
+
+# Of a group: rewards, a sentence where judging failed, or None to keep those of the steps; and counts.
+_Verdicts = tuple[Sequence[float] | str | None, Mapping[str, float]]
 
 
 @functools.lru_cache(maxsize=32)
@@ -71,7 +76,7 @@ class Rollouts:
         self._step: Counter[str] = Counter()
         self._calls = Calls(config.rollout.environment_workers)
         lag = config.rollout.environment_lag if config.rollout.engine == "local" else None
-        self._steps = Steps(self._calls, agree, lag)
+        self._steps = Steps(self._calls, agree, lag, self._encode)
         self._told: set[int] = set()  # groups that `on_done` knows of
         rollout = config.rollout
         self._sampling = SamplingConfig(
@@ -164,7 +169,7 @@ class Rollouts:
         self._positions[number] += 1
         epoch, place = divmod(position, len(source.tasks))
         task = _order(f"tasks {self.seed} {number} {epoch}", len(source.tasks))[place]
-        prompt = list(self.prompt(source.environment.conversation(source.tasks[task])))
+        prompt = self._prompt_of(number, source.tasks[task])
         if len(prompt) >= self.max_context:
             raise UserError(
                 f"rl.environments.{number}: the prompt of task {source.tasks[task].id} has {len(prompt)} tokens, which"
@@ -172,6 +177,17 @@ class Rollouts:
             )
         samples = [Trajectory() for _ in range(self.config.rollout.samples)]
         return Group(uid, number, task, prompt, version, samples, self._budget(number, task, version))
+
+    def _prompt_of(self, number: int, task: Task) -> list[int]:
+        """Without a prompt there is no sample that could count as failed, so that ends the run, with a sentence."""
+        environment = self.sources[number].environment
+        try:
+            return list(self.prompt(environment.conversation(task)))
+        except Exception as error:
+            raise UserError(
+                f"rl.environments.{number}: {type(environment).__name__}.conversation makes no prompt of task {task.id}"
+                f" ({sentence(error)}); correct it, or leave the task out"
+            ) from error
 
     def _room(self, group: Group, sample: Trajectory) -> int:
         """Tokens that the sample may still grow by."""
@@ -231,11 +247,15 @@ class Rollouts:
             return Question(functools.partial(_raise, error), source.seconds, last=True)
         return Question(functools.partial(source.environment.step, task, turns, seed), source.seconds, last)
 
+    def _encode(self, group: Group, messages: Sequence[dict[str, Any]]) -> tuple[int, ...]:
+        """What an environment says, as the samples of the group read it."""
+        return self.chat.reply(messages, self.sources[group.environment].tasks[group.task].conversation.thinking)
+
     def _seed_of(self, group: Group, number: int) -> int:
         digest = hashlib.sha256(f"{self.seed} {group.uid} {number}".encode()).digest()
         return int.from_bytes(digest[:6], "little")
 
-    def _apply(self, message: Message, outcome: Step | str) -> None:
+    def _apply(self, message: Message, outcome: Outcome | str) -> None:
         group, sample = message.group, message.sample
         if isinstance(outcome, str):
             self._fail(sample, outcome, "environment_timeout" if outcome.startswith("Timeout") else "environment")
@@ -243,11 +263,10 @@ class Rollouts:
         for name, value in outcome.info.items():
             sample.info[name] = sample.info.get(name, 0.0) + value
         if outcome.reward is not None:
-            sample.finish, sample.reward = message.finish, float(outcome.reward)
+            sample.finish, sample.reward = message.finish, outcome.reward
             self._hold_to_budget(group, sample)
             return
-        thinking = self.sources[group.environment].tasks[group.task].conversation.thinking
-        sample.reply(self.chat.reply(outcome.messages, thinking))
+        sample.reply(outcome.reply)
         if self._room(group, sample) <= 0:
             # The last word was the environment's: no answer came of it.
             del sample.tokens[sample.turns[-1][1] :], sample.logprobs[sample.turns[-1][1] :]
@@ -283,16 +302,19 @@ class Rollouts:
                 asked.append((group, whole))
         if not asked:
             return
-        for (_, whole), judged in zip(asked, self._agree(lambda: self._verdicts(asked))):
+        for (_, whole), (judged, counts) in zip(asked, self._agree(lambda: self._verdicts(asked))):
+            for name, count in counts.items():
+                self._step[f"judge_{name}"] += count
+                self.totals[f"judge_{name}"] += count
             if isinstance(judged, str):
                 for sample in whole:
                     self._fail(sample, judged, "judge")
             elif judged is not None:
                 for sample, reward in zip(whole, judged, strict=True):
                     if not sample.over_budget:
-                        sample.reward = float(reward)
+                        sample.reward = reward
 
-    def _verdicts(self, asked: Sequence[tuple[Group, list[Trajectory]]]) -> list[list[float] | str | None]:
+    def _verdicts(self, asked: Sequence[tuple[Group, list[Trajectory]]]) -> list[_Verdicts]:
         """Of each group its rewards; a sentence where judging fails."""
         calls = []
         for group, whole in asked:
@@ -301,7 +323,14 @@ class Rollouts:
             call = functools.partial(source.environment.judge_group, source.tasks[group.task], answers)
             limit = math.inf if source.environment.limits_judging else source.seconds
             calls.append(self._calls.start(call, limit))
-        return [f"{type(r).__name__}: {r}" if isinstance(r, Exception) else r for r in self._calls.wait(calls)]
+        found = []
+        for (_, whole), result in zip(asked, self._calls.wait(calls)):
+            judged = judgement_of(result, len(whole))
+            if isinstance(judged, Judgement):
+                found.append((judged.rewards, judged.info))
+            else:
+                found.append((judged, failed_info(result)))
+        return found
 
     def _enough(self, target: int, version: int) -> bool:
         """Whether generation may pause. What is over counts, with its reward or without."""

@@ -8,13 +8,14 @@ polls, and not by when they come.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from k3train.rl.calls import Call, Calls
-from k3train.rl.environments import Step
+from k3train.rl.checks import Outcome, outcome_of
 from k3train.rl.trajectory import Group, Trajectory
 from k3train.rollout.engine import Key
 
@@ -50,7 +51,7 @@ class Question:
     last: bool
 
 
-Answer = tuple[Message, Step | str]  # a sentence where the environment failed
+Answer = tuple[Message, Outcome | str]  # a sentence where the environment failed
 
 
 class Steps:
@@ -64,10 +65,17 @@ class Steps:
         calls: the threads that environments run in; one rank's are used.
         agree: runs a function on that rank and gives its result to all.
         lag: polls; None: answers are taken up as they come, on engines whose polls follow a clock anyway.
+        encode: writes messages of an environment as the samples of a group read them.
     """
 
-    def __init__(self, calls: Calls, agree: Agree, lag: int | None) -> None:
-        self._calls, self._agree, self._lag = calls, agree, lag
+    def __init__(
+        self,
+        calls: Calls,
+        agree: Agree,
+        lag: int | None,
+        encode: Callable[[Group, Sequence[dict[str, Any]]], Sequence[int]],
+    ) -> None:
+        self._calls, self._agree, self._lag, self._encode = calls, agree, lag, encode
         self._clock = 0.0  # polls
         self._open: list[Message] = []
         self.over: set[Key] = set()  # samples of which only the reward is missing, or was
@@ -118,24 +126,25 @@ class Steps:
         message.call = self._calls.start(question.call, question.seconds)
         return question.last
 
-    def _arrived(self, idle: bool) -> list[tuple[int, Step | str]]:
+    def _arrived(self, idle: bool) -> list[tuple[int, Outcome | str]]:
         """The numbers of the messages that are answered, and the answers; of at least one where `idle`."""
         if idle:
             self._calls.wait_any([message.call for message in self._open])
         self._calls.expire()
-        return [(n, _outcome(m.call.result)) for n, m in enumerate(self._open) if m.call.ended]
+        return [(n, self._outcome(m)) for n, m in enumerate(self._open) if m.call.ended]
 
-    def _results(self, numbers: Sequence[int]) -> list[Step | str]:
-        return self._agree(
-            lambda: [_outcome(result) for result in self._calls.wait([self._open[n].call for n in numbers])]
-        )
+    def _results(self, numbers: Sequence[int]) -> list[Outcome | str]:
+        def action() -> list[Outcome | str]:
+            self._calls.wait([self._open[n].call for n in numbers])
+            return [self._outcome(self._open[n]) for n in numbers]
 
-    def _settle(self, numbers: Sequence[int], outcomes: Sequence[Step | str]) -> list[Answer]:
+        return self._agree(action)
+
+    def _outcome(self, message: Message) -> Outcome | str:
+        return outcome_of(message.call.result, functools.partial(self._encode, message.group))
+
+    def _settle(self, numbers: Sequence[int], outcomes: Sequence[Outcome | str]) -> list[Answer]:
         answers = [(self._open[n], outcome) for n, outcome in zip(numbers, outcomes)]
         answered = set(numbers)
         self._open = [message for n, message in enumerate(self._open) if n not in answered]
         return answers
-
-
-def _outcome(result: Any) -> Step | str:
-    return result if isinstance(result, Step) else f"{type(result).__name__}: {result}"
