@@ -87,7 +87,8 @@ PYTHON_TOOL = {
 class PythonEnvironment(Environment):
     """Tasks with a tool `python(code)`, in a process of its own. After `max_turns` messages the last counts.
 
-    Options: `max_turns` (4), and those of `Limits`: `seconds`, `memory_mib`, `file_mib`, `open_files`, `output_chars`.
+    Options: `max_turns` (4), and those of `Limits`: `seconds`, `memory_mib`, `file_mib`, `folder_mib`, `open_files`,
+    `output_chars`.
     """
 
     def __init__(self, reward: Reward, max_turns: int = 4, **limits: Any) -> None:

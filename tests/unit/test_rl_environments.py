@@ -77,15 +77,6 @@ def test_the_names_of_rewards_are_those_that_recipes_may_use() -> None:
     assert tuple(REWARDS) == rules_rl.REWARDS
 
 
-def test_unit_tests() -> None:
-    """Two of three lines hold; a program that exits or prints on its own passes none it did not earn."""
-    tests = task("assert double(2) == 4\nassert double(0) == 0\nassert double('a') == 1")
-    program = "Here:\n```python\ndef double(x):\n    return 2 * x\n```\nDone."
-    assert REWARDS["unit_tests"](tests, [says(program)], 0) == pytest.approx(2 / 3)
-    cheats = "import os\nprint('ok', flush=True)\nos._exit(0)"
-    assert REWARDS["unit_tests"](tests, [says(cheats)], 0) == 0.0
-
-
 def call(**arguments: Any) -> ToolCall:
     return ToolCall("python", arguments)
 
