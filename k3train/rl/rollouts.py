@@ -302,7 +302,8 @@ class Rollouts:
                 asked.append((group, whole))
         if not asked:
             return
-        for (_, whole), (judged, counts) in zip(asked, self._agree(lambda: self._verdicts(asked))):
+        for (group, whole), (judged, counts) in zip(asked, self._agree(lambda: self._verdicts(asked))):
+            weight = self.sources[group.environment].environment.judge_weight
             for name, count in counts.items():
                 self._step[f"judge_{name}"] += count
                 self.totals[f"judge_{name}"] += count
@@ -312,7 +313,7 @@ class Rollouts:
             elif judged is not None:
                 for sample, reward in zip(whole, judged, strict=True):
                     if not sample.over_budget:
-                        sample.reward = reward
+                        sample.reward += weight * reward
 
     def _verdicts(self, asked: Sequence[tuple[Group, list[Trajectory]]]) -> list[_Verdicts]:
         """Of each group its rewards; a sentence where judging fails."""
