@@ -77,6 +77,7 @@ def test_columns_are_there_after_a_checkpoint(tmp_path: Path) -> None:
     [first] = before.collect(Scripted({(1, 0): 9, (1, 1): 9}), 0)
     assert [s.reward for s in first.samples] == [10.0 + first.task] * 2
     after = queue()
+    after.config.rollout.finish_fraction = 1.0
     after.load_state_dict(json.loads(json.dumps(before.state_dict())))
     second = next(g for g in after.collect(Scripted({(1, 0): 9, (1, 1): 9}), 1) if g.uid == 1)
     assert [s.reward for s in second.samples] == [10.0 + second.task] * 2
