@@ -20,12 +20,12 @@ from k3train.config.rl import RLConfig
 from k3train.data.chat.messages import Conversation
 from k3train.data.chat.parse import Completion
 from k3train.errors import UserError
-from k3train.rl.calls import Calls
+from k3train.rl.calls import Call, Calls
 from k3train.rl.chat import ChatFormat
 from k3train.rl.checks import Outcome, failed_info, judgement_of, sentence
 from k3train.rl.environments import Environment, Judgement
 from k3train.rl.sources import Source
-from k3train.rl.steps import Agree, Answer, Message, Question, Steps
+from k3train.rl.steps import Agree, Answer, InTouch, Message, Question, Steps
 from k3train.rl.trajectory import Group, Trajectory
 from k3train.rollout.engine import Engine, Piece, Work
 from k3train.rollout.sampling import SamplingConfig
@@ -66,7 +66,7 @@ class Rollouts:
         budget: Callable[[int, int, int], float | None] = lambda *_: None,
     ) -> None:
         self.config, self.sources, self.chat, self.seed = config, sources, chat, seed
-        self.max_context, self._agree, self._budget = max_context, agree, budget
+        self.max_context, self._budget = max_context, budget
         # Told of a group when its last sample ends, while others go on. Rewards may still be missing, or change.
         self.on_done: Callable[[Group], None] = lambda group: None
         self.groups: list[Group] = []  # begun and not trained on yet, oldest first
@@ -76,7 +76,10 @@ class Rollouts:
         self._step: Counter[str] = Counter()
         self._calls = Calls(config.rollout.environment_workers)
         lag = config.rollout.environment_lag if config.rollout.engine == "local" else None
-        self._steps = Steps(self._calls, agree, lag, self._encode)
+        # Told, on every rank, that something came or was waited for: how long all of it takes is no hang.
+        self.on_progress: Callable[[], None] = lambda: None
+        self.touch, self._last_progress = InTouch(agree, self._progress), 0.0
+        self._steps = Steps(self._calls, self.touch, lag, self._encode)
         self._told: set[int] = set()  # groups that `on_done` knows of
         rollout = config.rollout
         self._sampling = SamplingConfig(
@@ -108,6 +111,8 @@ class Rollouts:
         self._told.clear()
         while True:
             pieces = engine.poll()
+            if pieces:
+                self._progress()
             self._take(engine, index, pieces)
             more = self._go_on(engine, self._steps.take(idle=not pieces))
             if more:
@@ -121,6 +126,13 @@ class Rollouts:
         self._judge(ready)
         self._count(engine, before, time.perf_counter() - started)
         return ready
+
+    def _progress(self) -> None:
+        """As often as needed: a watchdog that is told has a thread to start."""
+        now = time.monotonic()
+        if now - self._last_progress >= self.touch.seconds:
+            self._last_progress = now
+            self.on_progress()
 
     def metrics(self) -> dict[str, float]:
         """Of the last `collect`: counts, and totals of failures since the start."""
@@ -302,7 +314,7 @@ class Rollouts:
                 asked.append((group, whole))
         if not asked:
             return
-        for (group, whole), (judged, counts) in zip(asked, self._agree(lambda: self._verdicts(asked))):
+        for (group, whole), (judged, counts) in zip(asked, self._verdicts(asked)):
             weight = self.sources[group.environment].environment.judge_weight
             for name, count in counts.items():
                 self._step[f"judge_{name}"] += count
@@ -317,6 +329,16 @@ class Rollouts:
 
     def _verdicts(self, asked: Sequence[tuple[Group, list[Trajectory]]]) -> list[_Verdicts]:
         """Of each group its rewards; a sentence where judging fails."""
+        calls: list[Call] = []
+
+        def action(seconds: float) -> list[_Verdicts] | None:
+            if not calls:
+                calls.extend(self._start_judging(asked))
+            return self._judged(asked, calls) if self._calls.ended(calls, seconds) else None
+
+        return self.touch.wait(action)
+
+    def _start_judging(self, asked: Sequence[tuple[Group, list[Trajectory]]]) -> list[Call]:
         calls = []
         for group, whole in asked:
             source = self.sources[group.environment]
@@ -324,13 +346,17 @@ class Rollouts:
             call = functools.partial(source.environment.judge_group, source.tasks[group.task], answers)
             limit = math.inf if source.environment.limits_judging else source.seconds
             calls.append(self._calls.start(call, limit))
-        found = []
-        for (_, whole), result in zip(asked, self._calls.wait(calls)):
-            judged = judgement_of(result, len(whole))
+        return calls
+
+    @staticmethod
+    def _judged(asked: Sequence[tuple[Group, list[Trajectory]]], calls: Sequence[Call]) -> list[_Verdicts]:
+        found: list[_Verdicts] = []
+        for (_, whole), call in zip(asked, calls):
+            judged = judgement_of(call.result, len(whole))
             if isinstance(judged, Judgement):
                 found.append((judged.rewards, judged.info))
             else:
-                found.append((judged, failed_info(result)))
+                found.append((judged, failed_info(call.result)))
         return found
 
     def _enough(self, target: int, version: int) -> bool:
