@@ -45,7 +45,7 @@ class Budgets:
         Samples that fail are left out. Returns how many tasks got no b0, because all of theirs did.
 
         Args:
-            progress: called with the number of an environment whenever a message to a task of it has ended.
+            progress: called with the number of an environment while its tasks are answered.
 
         Raises:
             UserError: no task got an answer.

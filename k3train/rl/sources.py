@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
+import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from k3train.config.rl import EffortConfig, EnvironmentConfig, RLConfig
 from k3train.config.schema import RecipeConfig, to_plain
@@ -24,6 +27,12 @@ class Source:
     environment: Environment
     weight: float = 1.0
     seconds: float = 30.0
+
+
+@functools.lru_cache(maxsize=32)
+def task_order(seed: str, count: int) -> list[int]:
+    """The order in which an epoch goes through the tasks of an environment."""
+    return random.Random(seed).sample(range(count), count)
 
 
 def make_sources(config: RLConfig) -> list[Source]:
@@ -175,6 +184,14 @@ def fingerprint(config: RLConfig, sources: list[Source], tokenizer: Tokenizer) -
             [(task.id, task.family, task.answer, task.check, repr(task.conversation.messages)) for task in s.tasks]
             for s in sources
         ],
+        *_extras(sources),
         *([] if config.show_effort else ["efforts are not shown"]),
     ]
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def _extras(sources: list[Source]) -> list[Any]:
+    """Other columns of tasks, of environments that may read them: those of this package do not, nor did older runs."""
+    read = [s for s in sources if not type(s.environment).__module__.startswith("k3train.")]
+    extras = [[task.extra for task in s.tasks] for s in read]
+    return [extras] if any(any(some) for some in extras) else []

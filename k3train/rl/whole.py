@@ -27,7 +27,7 @@ class WholeAnswers(Rollouts):
         max_context: tokens of prompt and response together.
         agree: runs a function on one rank and gives its result to all.
         samples: answers to each task.
-        where: the key that the tasks are of, for messages; None: `rl.environments`.
+        where: the key that the tasks are of, for messages; `{}` stands for the number of the source.
         temperature: of the whole vocabulary, instead of the recipe's temperature, top_p and top_k; 0 is greedy.
     """
 
@@ -40,7 +40,7 @@ class WholeAnswers(Rollouts):
         max_context: int,
         agree: Agree,
         samples: int,
-        where: str | None = None,
+        where: str = Rollouts.where,
         temperature: float | None = None,
     ) -> None:
         rollout = replace(config.rollout, samples=samples, finish_fraction=1.0, replay_experts=False)
@@ -53,8 +53,8 @@ class WholeAnswers(Rollouts):
     def answers(
         self, engine: Engine, asked: Sequence[Asked], version: int, progress: Callable[[], None] = lambda: None
     ) -> list[Group]:
-        """A finished group for each of `asked`, in its order. `progress` is called whenever a message has ended: there
-        may be many tasks, and their number must not decide whether this is a hang.
+        """A finished group for each of `asked`, in its order. `progress` is called while tokens come and environments
+        answer: there may be many tasks, and their number must not decide whether this is a hang.
 
         Raises:
             UserError: a prompt has no room for an answer.

@@ -29,6 +29,7 @@ from k3train.rl.whole import WholeAnswers
 from k3train.rollout.local import LocalEngine
 from k3train.stages.inputs import fitting_tokenizer
 from k3train.train.stage import Batch
+from k3train.train.watchdog import touch_seconds
 
 MOST_EMPTY = 20  # iterations in a row without a group that can be trained on
 
@@ -65,11 +66,13 @@ class RLStage:
         self._rows = 0
 
     def _whole_answers(
-        self, sources: list[Source], samples: int, where: str | None = None, temperature: float | None = None
+        self, sources: list[Source], samples: int, where: str = Rollouts.where, temperature: float | None = None
     ) -> WholeAnswers:
         train = self.config.train
         common = (self.chat, train.seed, train.seq_length, from_first_rank)
-        return WholeAnswers(self.rl, sources, *common, samples, where, temperature)
+        made = WholeAnswers(self.rl, sources, *common, samples, where, temperature)
+        made.touch.seconds = touch_seconds(self.config)
+        return made
 
     def attach(self, trainer: Any) -> None:
         """Take the trainer's models and start the engine.
@@ -112,6 +115,8 @@ class RLStage:
 
     def _collect(self, version: int) -> list[Group]:
         self._refresh(version)
+        self.rollouts.touch.seconds = touch_seconds(self.config)
+        self.rollouts.on_progress = lambda: self._trainer.watchdog.beat(f"step {version + 1}")
         for _ in range(MOST_EMPTY):
             self._trainer.watchdog.beat(f"step {version + 1}")  # each has its own patience with silent servers
             groups = self.rollouts.collect(self.engine, version)

@@ -230,6 +230,7 @@ def test_whole_answers_stand_beside_the_queue() -> None:
     original = engine.submit
     engine.submit = lambda works: original(works) or engine.length.update({w.key: w.drawn + 3 for w in works})
     beats: list[int] = []
+    whole.touch.seconds = 0.0
     groups = whole.answers(engine, [(0, 4), (0, 1), (0, 2)], 7, lambda: beats.append(1))
     assert [(g.uid, g.task, g.prompt) for g in groups] == [(-4, 4, [1000, 4]), (-3, 1, [1000, 1]), (-2, 2, [1000, 2])]
     assert [whole.used(g, s) for g in groups for s in g.samples if s.finish != "failed"] == [9] * 5
