@@ -88,6 +88,11 @@ k3_before_ranks() { # called by k3_run
         case $K3_SERVE_HOST in *:*) K3_SERVE_URL="http://[$K3_SERVE_HOST]:$K3_SERVE_PORT" ;; *) K3_SERVE_URL="http://$K3_SERVE_HOST:$K3_SERVE_PORT" ;; esac
     fi
     k3_keys+=(rl.rollout.engine=openai "rl.rollout.url=$K3_SERVE_URL")
+    # Nobody starts the job's own server again: waiting long for it would waste the job's time.
+    [ -n "${K3_SERVE_JOB:-}" ] || case " ${k3_keys[*]} " in
+        *" rl.rollout.outage_minutes="*) ;;
+        *) k3_keys+=(rl.rollout.outage_minutes=1) ;;
+    esac
     if [ "$k3_server_failed" = 1 ]; then
         k3_end_server
         k3_code=1

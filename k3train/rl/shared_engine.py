@@ -12,6 +12,8 @@ from k3train.parallel.first_rank import from_first_rank
 from k3train.rollout.engine import Key, Piece, Work
 from k3train.rollout.remote import OpenAIEngine
 
+MOST_RESTORED = 5  # times in a row that a server is given its weights again, without a token in between
+
 
 class SharedEngine:
     """An engine outside of the ranks, which rank 0 talks to for all of them.
@@ -39,7 +41,7 @@ class SharedEngine:
         tell: Callable[[str], None] = lambda sentence: None,
     ) -> None:
         self._engine: OpenAIEngine | None = None
-        self._version = 0
+        self._version = self._restored = 0
         self._restore, self._beat, self._tell = restore, beat, tell
 
         def start() -> None:
@@ -68,6 +70,8 @@ class SharedEngine:
         """
         while True:
             pieces, trouble = from_first_rank(lambda: self._engine.attend())
+            if pieces:
+                self._restored = 0
             if trouble:
                 self._recover()
             if pieces or not trouble:
@@ -128,6 +132,12 @@ class SharedEngine:
                 raise UserError(
                     "The rollout server has other weights than at the start of this run, which gives it none"
                     " (rl.rollout.refresh=none); start it again with the first ones"
+                )
+            self._restored += 1
+            if self._restored > MOST_RESTORED:
+                raise UserError(
+                    f"The rollout server has other weights than it was given, {MOST_RESTORED} times without a token in"
+                    " between; give each run a server of its own (rl.rollout.url), and no balancer before several"
                 )
             self._tell("the rollout server has other weights than it was given (a restart?); it gets them again")
             self._restore()

@@ -16,11 +16,12 @@ from typing import Any
 from k3train.errors import UserError
 from k3train.rollout.sampling import SamplingConfig
 
+_LATER = (408, 425, 429)  # of 4xx those that say: not now
 API_KEY = "OPENAI_API_KEY"  # environment variable, sent where it is set
 
 
 class ServerRefusedError(Exception):
-    """The server answered 4xx: asking again would not help."""
+    """The server answered 4xx, the request is wrong: asking again would not help."""
 
 
 class ServerFailedError(Exception):
@@ -280,7 +281,8 @@ class CompletionClient:
         text = f"{self.address}{path}: {response.status} {told[:500].decode(errors='replace')}"
         if response.status == 409:
             raise WrongWeightsError(text)
-        raise ServerRefusedError(text) if 400 <= response.status < 500 else ServerFailedError(text)
+        refused = 400 <= response.status < 500 and response.status not in _LATER
+        raise ServerRefusedError(text) if refused else ServerFailedError(text)
 
     def _send(
         self,

@@ -53,6 +53,8 @@ class CompletionStub(http.server.ThreadingHTTPServer):
     def __init__(self, kind: str, development: bool = True) -> None:
         self.kind, self.development = kind, development
         self.odd_ends: list[tuple[str, int]] = []
+        self.statuses: list[int] = []  # that the next completions are answered with
+        self.is_shared = False  # somebody else changes its weights after each update
         self.is_down, self.hold_after = False, LENGTH + 1
         self.release, self.held = threading.Event(), threading.Semaphore(0)
         self.weights, self.folder, self.paused, self.starts = "default", "", False, 0
@@ -105,6 +107,8 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         elif method == "POST":
             stub.updates.append(url.path)
             self.change(url.path, body, urllib.parse.parse_qs(url.query))
+            if stub.is_shared:
+                stub.weights = "another's"
         else:
             models = {"data": [{"id": "policy", "object": "model", "owned_by": stub.kind}]}
             self.answer(200, models if url.path == "/v1/models" else {"weight_version": stub.weights})
@@ -147,8 +151,8 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         if not typed(body, FIELDS) or not all(type(token) is int for token in body["prompt"]):
             self.answer(400, {"error": {"message": f"{sorted(body)}"}})
             return
-        if stub.paused:
-            self.answer(503, {})
+        if stub.paused or stub.statuses:
+            self.answer(503 if stub.paused else stub.statuses.pop(0), {})
             return
         stub.bodies.append(body)
         ends, count = stub.odd_ends.pop(0) if stub.odd_ends else ("stop", LENGTH)

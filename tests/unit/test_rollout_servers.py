@@ -171,6 +171,29 @@ def test_other_weights_are_seen_between_two_texts(stub: CompletionStub) -> None:
     alone.pause()
 
 
+def test_a_server_that_others_change_ends_the_run(stub: CompletionStub) -> None:
+    """Not for ever to and fro: a few times without a token in between, then a sentence."""
+    outside, _, _, given = shared(stub)
+    stub.weights, stub.is_shared = "another's", True
+    outside.submit(works(1))
+    with pytest.raises(UserError, match="give each run a server of its own"):
+        finish(outside, {})
+    assert len(given) == 1 + 5
+    outside.pause()
+
+
+def test_a_server_that_is_busy_is_asked_again(stub: CompletionStub) -> None:
+    outside = engine(stub)
+    stub.statuses = [429, 408, 503]
+    outside.submit(works(1, samples=1))
+    assert len(finish(outside, {})[1, 0]) == LENGTH
+    assert outside.counters()["failures"] == 3
+    stub.statuses = [422]
+    outside.submit(works(2, samples=1))
+    [piece] = finish(outside, {})[2, 0]
+    assert (piece.finish, "422" in piece.error) == ("failed", True)
+
+
 def test_an_outage_is_waited_for(stub: CompletionStub) -> None:
     """Down in the middle of texts and back with its weights: no sample is lost, ranks beat, it is told once."""
     outside, told, beats, given = shared(stub, outage=60.0, retries=1)
