@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from rl_run import gain_of_a_step, make_tasks, replayed_step, rl_recipe, train_rl
+from rl_run import gain_of_a_step, make_tasks, rl_recipe, train_rl
 from small_run import lines
 from teacher_stub import TeacherStub
 
@@ -203,33 +203,6 @@ def test_a_teacher_that_goes_silent(pool: Any, tasks: Path, tmp_path: Path) -> N
     finally:
         for stub in stubs:
             stub.close()
-
-
-def test_experts_of_the_rollout_are_replayed(pool: Any, tasks: Path, tmp_path: Path) -> None:
-    """Other experts than the recorded ones are put in their place: the trainer's loss is then that of a model whose
-    routers are made to take these, sample by sample and by hand; with tensor parallelism too. Own ones change nothing.
-    """
-    found: dict[tuple[int, int], dict[str, Any]] = {}
-    for ranks, shift in ((1, 0), (1, 3), (2, 3)):
-        run_dir = tmp_path / f"{ranks}-{shift}"
-        changes = {"train__steps": 1, "train__eval_interval": 0, "rl__eval_tasks": None, "parallel__tensor": ranks}
-        objective = {"regularizer": 1.0, "clip_low": 0.9, "clip_high": 1.1}
-        recipe = rl_recipe(tasks, run_dir, **changes, rl__objective=objective, rl__rollout__replay_experts=True)
-        results = pool.run(replayed_step, ranks, recipe, shift)
-        [line] = steps(run_dir)
-        found[ranks, shift] = line
-        if ranks == 1:
-            ((loss, difference),) = results
-            assert line["loss"] == pytest.approx(loss, rel=1e-4, abs=1e-6)
-            assert line["rollout_logprob_difference"] == pytest.approx(difference, rel=1e-3, abs=1e-5)
-    own, other, sharded = found.values()
-    assert own["rollout_logprob_difference"] < 1e-5
-    assert other["rollout_logprob_difference"] > 1e-3
-    assert abs(other["loss"] - own["loss"]) > 1e-5
-    assert abs(other["grad_norm"] / own["grad_norm"] - 1) > 1e-3
-    assert (own["reward"], own["trained_tokens"]) == (other["reward"], other["trained_tokens"])
-    assert sharded["loss"] == pytest.approx(other["loss"], rel=1e-3, abs=1e-6)
-    assert sharded["rollout_logprob_difference"] == pytest.approx(other["rollout_logprob_difference"], rel=1e-3)
 
 
 def test_rounded_experts_sample_what_they_are_trained_on(pool: Any, tasks: Path, tmp_path: Path) -> None:
