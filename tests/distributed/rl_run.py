@@ -118,50 +118,6 @@ def gain_of_a_step(rank: int, world_size: int, recipe: dict[str, Any]) -> tuple[
     return found[0], found[1]
 
 
-def train_disturbed(
-    rank: int, world_size: int, recipe: dict[str, Any], spike_at: int = 0, stale_at: int = 0
-) -> tuple[int | str, dict[int, list[int]]]:
-    """Train; returns the code, and for each step the policies that drew the tokens it trained on.
-
-    In step `spike_at` the loss is reported as 100 more than it is. In step `stale_at` all samples count as drawn one
-    step before.
-    """
-    from collections.abc import Iterator
-
-    import torch
-    from small_run import train_stage
-
-    from k3train.config.validate import validate
-    from k3train.stages.rl import RLStage
-
-    versions: dict[int, list[int]] = {}
-
-    class Disturbed(RLStage):
-        now = 0
-
-        def training_steps(self, consumed_samples: int) -> Iterator[list[dict]]:
-            for batches in super().training_steps(consumed_samples):
-                self.now = self._trainer.state.step + 1
-                yield batches
-
-        def _collect(self, version: int) -> list[Any]:
-            groups = super()._collect(version)
-            for sample in (s for g in groups for s in g.samples):
-                if version + 1 == stale_at:
-                    sample.versions = [v - 1 for v in sample.versions]
-            versions[version + 1] = sorted({v for g in groups for s in g.samples for v in s.versions})
-            return groups
-
-        def loss(self, losses: Any) -> Any:
-            total, tokens, report = super().loss(losses)
-            if self.now == spike_at:
-                report["loss"] = report["loss"] + torch.stack([100.0 * tokens, torch.zeros(())])
-            return total, tokens, report
-
-    code, _ = train_stage(Disturbed, rank, world_size, recipe, 0, lambda config: validate(config, world_size))
-    return code, versions
-
-
 def replayed_step(rank: int, world_size: int, recipe: dict[str, Any], shift: int) -> tuple[float, float] | None:
     """Train one step on samples whose recorded experts are `shift` further than those that they went to.
 
