@@ -15,6 +15,7 @@ import resource
 import signal
 import sys
 import traceback
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -143,85 +144,106 @@ def limit(given: dict[str, Any]) -> None:
 def add_hook(home: str, allowed: tuple[str, ...]) -> None:
     """Refuse, in the interpreter, sockets, programs, and files outside `home` (to write) and `allowed` (to read).
 
-    All that the hook uses are constants and the defaults of its arguments, all immutable; it has no name anywhere, and
-    what would find it (gc, frames of other threads) is refused. A relative path may not climb above where it begins:
-    the event does not say from which folder the kernel starts.
+    What runs are copies of `watch` and `resolved` that nobody else has: they use constants and the defaults of their
+    arguments alone, all immutable, and no builtins, so that no name which a program can reach decides anything. What
+    would find the copies (gc, frames of other threads) and change them (their code, from the frame in a traceback) is
+    refused.
     """
+    empty: dict[str, Any] = {"__builtins__": {}}
+    tools = (type, str, len, PermissionError)
+    resolve = types.FunctionType(resolved.__code__, empty, "resolved", (*tools, bytes, os.readlink, os.getcwd, OSError))
+    writing = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC
+    roots = tuple(f"{path.rstrip('/')}/" for path in (home, *allowed))
+    hook = types.FunctionType(watch.__code__, empty, "watch", (*tools, int, roots, resolve, writing))
+    sys.addaudithook(hook)
 
-    def watch(
-        event: str,
-        args: tuple,
-        home: str = home,
-        roots: tuple[str, ...] = tuple(f"{path.rstrip('/')}/" for path in (home, *allowed)),
-        readlink: Callable = os.readlink,
-        getcwd: Callable = os.getcwd,
-        kind: type = type,
-        text: type = str,
-        raw: type = bytes,
-        whole: type = int,
-        length: Callable = len,
-        error: type = PermissionError,
-        missing: type = OSError,
-        writing: int = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC,
-    ) -> None:
-        if event.startswith(
-            ("socket.", "subprocess.", "os.exec", "os.fork", "os.posix_spawn", "os.spawn", "os.system", "ctypes.",
-             "pty.", "os.kill", "signal.pthread_kill", "resource.setrlimit", "resource.prlimit", "shutil.chown", "gc.",
-             "sys._current_frames", "sys._current_exceptions", "cpython.PyInterpreterState_New")
-        ):  # fmt: skip
-            raise error(f"{event} is not allowed here")
-        # What starts programs, and interpreters that have no hook. A name of another kind may equal what it likes.
-        if event == "import" and (
-            kind(args[0]) is not text or args[0] in ("_posixsubprocess", "_xxsubinterpreters", "_interpreters")
-        ):
-            raise error("this import is not allowed here")
-        writes = event in ("os.remove", "os.rename", "os.rmdir", "os.mkdir", "os.link", "os.symlink", "os.truncate",
-                           "os.chmod", "os.chown", "os.utime", "os.setxattr", "os.removexattr", "shutil.rmtree",
-                           "os.mkfifo", "os.mknod")  # fmt: skip
-        if not writes and event not in ("open", "os.listdir", "os.scandir", "os.chdir"):
-            return
-        paths = args[:2] if writes else args[:1]
-        if event == "open" and length(args) == 3:
-            mode, flags = args[1], args[2]
-            if kind(flags) is whole and flags & writing:
-                writes = True
-            elif kind(mode) is text:
-                for letter in mode:
-                    if letter in "wax+":
-                        writes = True
-        for path in paths:
-            if path is None or kind(path) is whole or (writes and kind(path) is not text and kind(path) is not raw):
-                continue
-            if kind(path) is raw:
-                path = path.decode("utf-8", "surrogateescape")
-            if kind(path) is not text:
-                raise error("a path of another kind is not allowed here")
-            begun = getcwd()
-            rest = path.split("/")[::-1]
-            done = [] if path.startswith("/") else begun.split("/")[1:]
-            least, links = (0 if path.startswith("/") else length(done)), 0
-            while rest:
-                part = rest.pop()
-                if part == "..":
-                    if length(done) <= least and least:
-                        raise error(f"{path} lies outside the working folder")
-                    done = done[:-1]
-                elif part and part != ".":
-                    done = [*done, part]
-                    try:
-                        link = readlink("/" + "/".join(done))
-                    except missing:
-                        continue
-                    links += 1
-                    if links > 40:
-                        raise error(f"{path} has too many links")
-                    rest += link.split("/")[::-1]
-                    done, least = ([] if link.startswith("/") else done[:-1]), 0
-            real = "/" + "/".join(done) + "/"
+
+def watch(
+    event: str,
+    args: tuple,
+    kind: type,
+    text: type,
+    length: Callable,
+    error: type,
+    whole: type,
+    roots: tuple[str, ...],
+    resolve: Callable,
+    writing: int,
+) -> None:
+    """The audit hook. `roots` end with a slash; the first may be written to."""
+    if event.startswith(
+        ("socket.", "subprocess.", "os.exec", "os.fork", "os.posix_spawn", "os.spawn", "os.system", "ctypes.", "pty.",
+         "os.kill", "signal.pthread_kill", "resource.setrlimit", "resource.prlimit", "shutil.chown", "gc.",
+         "sys._current_frames", "sys._current_exceptions", "cpython.PyInterpreterState_New")
+    ):  # fmt: skip
+        raise error(f"{event} is not allowed here")
+    if event in ("object.__setattr__", "object.__delattr__") and args[0] is resolve:
+        raise error("changing this function is not allowed here")
+    # What starts programs, and interpreters that have no hook. A name of another kind may equal what it likes.
+    if event == "import" and (
+        kind(args[0]) is not text or args[0] in ("_posixsubprocess", "_xxsubinterpreters", "_interpreters")
+    ):
+        raise error("this import is not allowed here")
+    writes = event in (
+        "os.remove", "os.rename", "os.rmdir", "os.mkdir", "os.link", "os.symlink", "os.truncate", "os.chmod",
+        "os.chown", "os.utime", "os.setxattr", "os.removexattr", "shutil.rmtree", "os.mkfifo", "os.mknod",
+    )  # fmt: skip
+    if not writes and event not in ("open", "os.listdir", "os.scandir", "os.chdir"):
+        return
+    paths = args[:2] if writes else args[:1]
+    if event == "open" and length(args) == 3:
+        mode, flags = args[1], args[2]
+        if kind(flags) is whole and flags & writing:
+            writes = True
+        elif kind(mode) is text:
+            for letter in mode:
+                if letter in "wax+":
+                    writes = True
+    for path in paths:
+        if path is not None and kind(path) is not whole:
+            real = resolve(path)
             if not real.startswith(roots[:1] if writes else roots):
                 raise error(f"{path} lies outside the working folder")
 
-    sys.addaudithook(watch)
+
+def resolved(
+    path: Any,
+    kind: type,
+    text: type,
+    length: Callable,
+    error: type,
+    raw: type,
+    readlink: Callable,
+    getcwd: Callable,
+    missing: type,
+) -> str:
+    """A path without links, with a slash at its end. One that is relative may not climb above where it begins: the
+    event does not say from which folder the kernel starts."""
+    if kind(path) is raw:
+        path = path.decode("utf-8", "surrogateescape")
+    if kind(path) is not text:
+        raise error("a path of another kind is not allowed here")
+    rest = path.split("/")[::-1]
+    done = [] if path.startswith("/") else getcwd().split("/")[1:]
+    least, links = length(done), 0
+    while rest:
+        part = rest.pop()
+        if part == "..":
+            if length(done) <= least and least:
+                raise error(f"{path} lies outside the working folder")
+            done = done[:-1]
+        elif part and part != ".":
+            done = [*done, part]
+            try:
+                link = readlink("/" + "/".join(done))
+            except missing:
+                continue
+            links += 1
+            if links > 40:
+                raise error(f"{path} has too many links")
+            rest += link.split("/")[::-1]
+            done, least = ([] if link.startswith("/") else done[:-1]), 0
+    return "/" + "/".join(done) + "/"
 
 
 def refuse_programs() -> None:

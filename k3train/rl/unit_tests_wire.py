@@ -21,7 +21,13 @@ MODULES = frozenset(
 
 
 class GoneError(BaseException):
-    """The other side has ended, or said what nobody may say. No test catches it as an Exception: it has failed."""
+    """The other side has ended, or said what nobody may say: the test has failed, though a bare `except` catch this."""
+
+    happened = False
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+        GoneError.happened = True
 
 
 # Made of texts.

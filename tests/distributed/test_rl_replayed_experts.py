@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rl_run import make_tasks, replayed_step, rl_recipe
+from rl_replay import replayed_step
+from rl_run import make_tasks, rl_recipe
 from small_run import lines
 
 

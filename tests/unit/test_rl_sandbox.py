@@ -113,7 +113,7 @@ def test_a_flood_of_output_is_bounded() -> None:
 def without_hook(monkeypatch: pytest.MonkeyPatch) -> None:
     """Sandboxes whose interpreter refuses nothing, as if a program had got the better of it."""
     script = sandbox._script()
-    bare = script.replace("    refuse_programs()\n", "").replace("    sys.addaudithook(watch)\n", "")
+    bare = script.replace("    refuse_programs()\n", "").replace("    sys.addaudithook(hook)\n", "")
     assert len(bare) < len(script) - 40
     monkeypatch.setattr(sandbox, "_script", lambda: bare)
 
@@ -243,12 +243,39 @@ def test_the_hook_cannot_be_switched_off(tmp_path: Path, trick: str, walls: bool
         "class S(str): __hash__, __eq__ = str.__hash__, lambda *a: False\n__import__(S('_xxsubinterpreters'))",
         "import gc; gc.get_referrers(int)",
         "import sys; sys._current_frames()",
+        "try: open('/etc/passwd')\nexcept PermissionError as e:\n    frame = e.__traceback__.tb_next.tb_frame\n"
+        "resolve = frame.f_locals['resolve']\nresolve.__code__ = (lambda path: '/work/').__code__",
+        "try: open('/etc/passwd')\nexcept PermissionError as e:\n    frame = e.__traceback__.tb_next.tb_frame\n"
+        "resolve = frame.f_locals['resolve']\nresolve.__defaults__ = ()",
+        "try: open('/etc/passwd')\nexcept PermissionError as e:\n    frame = e.__traceback__.tb_next.tb_frame\n"
+        "resolve = frame.f_locals['resolve']\ndel resolve.__defaults__",
     ],
 )
 def test_ways_around_the_hook_are_refused(code: str) -> None:
     ran = run_python(code, PATIENT, walls=False)
     assert ran.status == "error"
     assert "not allowed here" in ran.output, ran.output
+
+
+def test_what_the_hook_holds_is_immutable() -> None:
+    """All that the frame in a traceback gives away of it: builtins, constants, and one function, without globals."""
+    code = """
+try: open('/etc/passwd')
+except PermissionError as e: frame = e.__traceback__.tb_next.tb_frame
+print(sorted({type(value).__name__ for value in frame.f_locals.values()}), len(frame.f_globals), len(frame.f_builtins))
+resolve = frame.f_locals['resolve']
+frame.f_globals.update(str=None), frame.f_builtins.update(open=None)
+print(resolve.__closure__, resolve.__kwdefaults__, {type(value).__name__ for value in resolve.__defaults__})
+print(open('/etc/passwd'))
+"""
+    ran = run_python(code, PATIENT, walls=False)
+    held, inside, *_ = ran.output.splitlines()
+    assert held == "['bool', 'builtin_function_or_method', 'function', 'int', 'str', 'tuple', 'type'] 1 0"
+    assert inside in (
+        "None None {'type', 'builtin_function_or_method'}",
+        "None None {'builtin_function_or_method', 'type'}",
+    )
+    assert "lies outside the working folder" in ran.output
 
 
 def test_what_is_allowed_works() -> None:

@@ -180,6 +180,13 @@ def test_cheats_pass_nothing(name: str) -> None:
         assert not passes(CHEATS[name], f"import math\n{test}", LIMITS), test
 
 
+def test_an_end_is_not_the_exception_that_a_test_waits_for() -> None:
+    test = "try: double(-1)\nexcept: pass\nelse: assert False"
+    for end in ("os._exit(0)", "sys.exit(1)", "os.closerange(3, 64)"):
+        assert not passes(f"import os, sys\ndef double(x): {end}", test, LIMITS), end
+    assert passes("def double(x): raise ValueError(x)", test, LIMITS)
+
+
 def test_the_tests_that_cheats_do_not_pass_can_be_passed() -> None:
     assert passes("import math\ndef double(x): return x * 2", "\n".join(TESTS), LIMITS)
 
