@@ -197,7 +197,7 @@ class Rollouts:
         prompt = self._prompt_of(number, source.tasks[task])
         if len(prompt) >= self.max_context:
             raise UserError(
-                f"{self.where.format(number)}: task {source.tasks[task].id} has a prompt of {len(prompt)} tokens, which"
+                f"{self.where.format(number)}: the prompt of task {source.tasks[task].id} has {len(prompt)} tokens and"
                 f" leaves none of train.seq_length={self.max_context} for an answer; try a larger train.seq_length"
             )
         samples = [Trajectory() for _ in range(self.config.rollout.samples)]
