@@ -159,7 +159,7 @@ def _fill(
         matrices = stacked.transpose(1, 2).flatten(2)
     settings = work.settings
     update = orthogonalize(matrices, settings.steps, settings.coefficients, work.dtype)
-    update = update * (settings.update_scale * max(matrices.shape[-2:]) ** 0.5)
+    update.mul_(settings.update_scale * max(matrices.shape[-2:]) ** 0.5)
     if batch.cut == 1:
         update = update.unflatten(2, (batch.parts, batch.columns)).transpose(1, 2)
     flat = update.reshape(-1)
