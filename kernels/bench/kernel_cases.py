@@ -19,6 +19,7 @@ from k3kernels.kda import kda_attention
 from k3kernels.newton_schulz import orthogonalize, orthogonalize_flops
 from k3kernels.quantile_balancing import select_and_count
 from k3kernels.rms_norm import gated_rms_norm, rms_norm
+from k3kernels.row_scale import scale_rows
 from k3kernels.short_conv import short_conv
 from k3kernels.situ import fused_glu, swiglu
 from rivals import Rival
@@ -121,11 +122,25 @@ def elementwise(make: Maker) -> list[Case]:
         ),
         Case(
             "situ_glu",
+            "SiTU-GLU of an expert, not weighted",
+            lambda form, x: fused_glu(x, backend=form),
+            [make.leaf(s.tokens, 2 * s.expert)],
+            (8 * glu, 20 * glu),
+        ),
+        Case(
+            "situ_glu",
             "SwiGLU of an expert",
             lambda form, gate, up: swiglu(gate, up, backend=form),
             [make.leaf(s.tokens, s.expert), make.leaf(s.tokens, s.expert)],
             (5 * glu, 11 * glu),
             rivals=rivals.SWIGLU,
+        ),
+        Case(
+            "scale_rows",
+            "an expert's result times its router weight",
+            lambda form, x, w: scale_rows(x, w, backend=form),
+            [make.leaf(s.tokens, s.latent), make.leaf(s.tokens, dtype=fp32)],
+            (row, 3 * row),
         ),
         Case(
             "gated_rms_norm",

@@ -1,12 +1,16 @@
 """Cross-entropy of a vocabulary shard: one program a token walks its logits once, and once more for their gradient."""
 
+import itertools
+from functools import partial
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from k3kernels.compiled import Form
+from k3kernels.compiled import DTYPES, Form, launched, meta, named
 from k3kernels.rows import as_rows
+from k3kernels.sizes import MICRO_BATCH, MODELS
 
 BLOCK = 4096
 NUM_WARPS = 8
@@ -98,15 +102,17 @@ def shard_gradient(logits: Tensor, labels: Tensor, log_total: Tensor, vocab_star
 
 
 def forms() -> list[Form]:
-    """K3's vocabulary of 163840, or a multiple-of-16 shard of it, in bf16."""
-    types = {
-        **dict.fromkeys(("logits", "grad"), "*bf16"),
-        **dict.fromkeys(("highest", "total", "target", "log_total", "grad_loss"), "*fp32"),
-        "labels": "*i64",
-        **dict.fromkeys(("columns", "stride"), "i32:16"),
-        **dict.fromkeys(("vocab_start", "splits"), "i32"),
-    }
-    return [
-        Form(f"cross_entropy_{name}", kernel, types, {"BLOCK": BLOCK}, NUM_WARPS, 64, 1024)
-        for name, kernel in (("statistics", statistics_kernel), ("gradient", gradient_kernel))
-    ]
+    """The shipped models' vocabularies, whole or the second of eight shards."""
+    calls = []
+    for model, dtype, shards in itertools.product(MODELS, DTYPES, (1, 8)):
+        columns = model.vocab // shards
+        logits, labels, scalars = (
+            meta(MICRO_BATCH, columns, dtype=dtype),
+            meta(MICRO_BATCH, dtype=torch.int64),
+            meta(MICRO_BATCH),
+        )
+        start = 0 if shards == 1 else columns
+        label = f"{columns} of the vocabulary, {named(dtype)}"
+        calls.append((label, partial(shard_statistics, logits, labels, start)))
+        calls.append((label, partial(shard_gradient, logits, labels, scalars, start, scalars)))
+    return launched(calls, dict.fromkeys((statistics_kernel, gradient_kernel), (64, 1024)))
