@@ -41,7 +41,7 @@ def resolve_backend(
 ) -> str:
     """The form that runs on ``device``: one of ``backends``, never "auto".
 
-    "auto" is Triton on a CUDA device, and "torch", the memory-lean PyTorch form, elsewhere and for fp64. The
+    "auto" is Triton on a CUDA device, and "torch", the memory-lean PyTorch form, elsewhere and for fp64 and fp16. The
     reference forms follow the published code's order of operations, so that on the CPU their fp32 results equal
     its results to the last bit.
 

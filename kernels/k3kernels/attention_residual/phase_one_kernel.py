@@ -22,7 +22,7 @@ from k3kernels.sizes import MICRO_BATCH, MODELS
 
 TOKENS = 16  # of a tile that meets the queries
 CHUNK = 64  # channels of one step of its products
-HELD = 8192  # values of all sources together that a program holds
+HELD = 10240  # values that a program holds: of all sources together, and of two rows beside them
 
 
 @triton.jit
@@ -227,7 +227,7 @@ def _padded_queries(queries: int) -> int:
 
 def _piece(count: int, hidden: int) -> int:
     """Channels of a program that holds all sources."""
-    return min(max(triton.next_power_of_2(HELD // count + 1) // 2, 128), triton.next_power_of_2(hidden))
+    return min(max(triton.next_power_of_2(HELD // (count + 2) + 1) // 2, 128), triton.next_power_of_2(hidden))
 
 
 def phase_one_forward(bank: Sequence[Tensor], folded: Tensor, eps: float) -> tuple[Tensor, ...]:
@@ -243,7 +243,9 @@ def phase_one_forward(bank: Sequence[Tensor], folded: Tensor, eps: float) -> tup
     if not out.numel():
         return out, highest.fill_(0.0), denominators.fill_(count), logits, rstds
     sources, folded = tuple(source.contiguous() for source in bank), folded.contiguous()
-    sizes = {"QUERIES": _padded_queries(queries), "TOKENS": TOKENS, "CHUNK": CHUNK}
+    padded = _padded_queries(queries)
+    # Half a step where queries are few: sm_90 then has 121 registers of 168 and a spill.
+    sizes = {"QUERIES": padded, "TOKENS": TOKENS, "CHUNK": CHUNK if padded > 16 else CHUNK // 2}
     block_logits_kernel[(triton.cdiv(rows, TOKENS),)](
         sources, folded, logits, rstds, rows, hidden, queries, eps, COUNT=count, **sizes
     )
