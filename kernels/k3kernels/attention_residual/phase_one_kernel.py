@@ -244,8 +244,8 @@ def phase_one_forward(bank: Sequence[Tensor], folded: Tensor, eps: float) -> tup
         return out, highest.fill_(0.0), denominators.fill_(count), logits, rstds
     sources, folded = tuple(source.contiguous() for source in bank), folded.contiguous()
     padded = _padded_queries(queries)
-    # Half a step where queries are few: sm_90 then has 121 registers of 168 and a spill.
-    sizes = {"QUERIES": padded, "TOKENS": TOKENS, "CHUNK": CHUNK if padded > 16 else CHUNK // 2}
+    # Half a step where queries are few: with a whole one sm_90 spills, but for a single source, where half a one does.
+    sizes = {"QUERIES": padded, "TOKENS": TOKENS, "CHUNK": CHUNK if padded > 16 or count == 1 else CHUNK // 2}
     block_logits_kernel[(triton.cdiv(rows, TOKENS),)](
         sources, folded, logits, rstds, rows, hidden, queries, eps, COUNT=count, **sizes
     )

@@ -17,7 +17,9 @@ NUM_WARPS = 8
 
 
 @triton.jit
-def statistics_kernel(logits, labels, highest, total, target, columns, stride, vocab_start, BLOCK: tl.constexpr):
+def cross_entropy_statistics_kernel(
+    logits, labels, highest, total, target, columns, stride, vocab_start, BLOCK: tl.constexpr
+):
     """Each [rows] fp32: the greatest logit, the sum of exp(logit - greatest), and the label's logit or 0."""
     row = tl.program_id(0).to(tl.int64)
     logits += row * stride
@@ -39,7 +41,7 @@ def statistics_kernel(logits, labels, highest, total, target, columns, stride, v
 
 
 @triton.jit
-def gradient_kernel(
+def cross_entropy_gradient_kernel(
     logits, labels, log_total, grad_loss, grad, columns, stride, vocab_start, splits, BLOCK: tl.constexpr
 ):
     """grad [rows, columns] = (softmax - one at the label) times the loss's gradient; `splits` programs a row."""
@@ -63,7 +65,7 @@ def shard_statistics(logits: Tensor, labels: Tensor, vocab_start: int) -> tuple[
     highest, total, target = (torch.empty(labels.shape, dtype=torch.float32, device=logits.device) for _ in range(3))
     if labels.numel():
         rows = as_rows(logits)
-        statistics_kernel[(len(rows),)](
+        cross_entropy_statistics_kernel[(len(rows),)](
             rows,
             labels.contiguous(),
             highest,
@@ -85,7 +87,7 @@ def shard_gradient(logits: Tensor, labels: Tensor, log_total: Tensor, vocab_star
         rows = as_rows(logits)
         block = _block(rows.shape[1])
         splits = triton.cdiv(rows.shape[1], block)
-        gradient_kernel[(len(rows) * splits,)](
+        cross_entropy_gradient_kernel[(len(rows) * splits,)](
             rows,
             labels.contiguous(),
             log_total.contiguous(),
@@ -115,4 +117,4 @@ def forms() -> list[Form]:
         label = f"{columns} of the vocabulary, {named(dtype)}"
         calls.append((label, partial(shard_statistics, logits, labels, start)))
         calls.append((label, partial(shard_gradient, logits, labels, scalars, start, scalars)))
-    return launched(calls, dict.fromkeys((statistics_kernel, gradient_kernel), (64, 1024)))
+    return launched(calls, dict.fromkeys((cross_entropy_statistics_kernel, cross_entropy_gradient_kernel), (64, 1024)))
