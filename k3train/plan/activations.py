@@ -164,9 +164,10 @@ class Activations:
         width = moe.expert_hidden_size / self.etp
         index = self.shard * (8 * moe.num_experts + 8 * moe.top_k)  # Megatron-Core's unfused permutation
         kept = n * (latent * self.e + (self._activation() + 1) * width * self.e + 4)
-        # What the weights multiply, in fp32. The activation that weighs as well keeps its input and the weights alone.
+        # What the weights multiply: as it is, or in plain PyTorch in fp32. The activation that weighs as well keeps its
+        # input and the weights alone.
         if moe.weight_placement == "after_w2":
-            kept += n * latent * 4
+            kept += n * latent * (self.e if self.lean else 4)
         elif not self.lean:
             kept += n * width * 4
         if self.quantized:

@@ -61,6 +61,7 @@ def _kda(asked: str, device: torch.device) -> str:
 
 OPERATIONS = (
     _plain("situ_glu", "SiTU-GLU and SwiGLU, with the gate/up split and the router weight"),
+    _plain("scale_rows", "an expert's result times its router weight (after w2)"),
     _plain("mix", "Attention Residuals: logits, softmax and weighted sum over depth"),
     _plain("two_phase_mix", "the mix of a whole block: phase_one, then merge (no model calls it)", TWO_PHASE_BACKENDS),
     _plain("gated_rms_norm", "KDA's head-wise output norm and gate"),
