@@ -15,14 +15,14 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 from k3kernels import kda
 from k3kernels.backend import interpreting, resolve_backend
 from kernel_cases import TINY, Case, Out, Sizes, cases
-from readme import markdown, replace_block
+from readme import write_measured
 from torch import Tensor
 
 HEAD = (
@@ -210,19 +210,34 @@ def row(case: Case, name: str, taken: tuple[float, float, int] | str, roof: Roof
     ]
 
 
-def table(device: torch.device, sizes: Sizes, rounds: int, only: str, roof: Roof) -> tuple[list[list[str]], list[str]]:
-    """Every line, printed as it is measured; and which of this package's own forms fail or are wrong."""
-    rows, wrong = [], []
+@dataclass
+class Table:
+    """Lines; the forms that have times in them, by operation and case; own forms that fail or are wrong."""
+
+    rows: list[list[str]] = field(default_factory=list)
+    timed: dict[str, dict[str, list[str]]] = field(default_factory=dict)
+    wrong: list[str] = field(default_factory=list)
+
+    def add(self, case: Case, name: str, taken: tuple[float, float, int] | str, roof: Roof) -> None:
+        """A line, which is printed as well."""
+        self.rows.append(row(case, name, taken, roof))
+        print("  ".join(self.rows[-1]), flush=True)
+        if not isinstance(taken, str):
+            self.timed.setdefault(case.operation, {}).setdefault(case.name, []).append(name)
+        elif taken.startswith(("differs", "fails")) and name in case.forms:
+            self.wrong.append(f"{case.name}, {name}: {taken}")
+
+
+def table(device: torch.device, sizes: Sizes, rounds: int, only: str, roof: Roof) -> Table:
+    """Every form of every case whose name or operation holds `only`."""
+    found = Table()
     for case, tiny in zip(cases(device, sizes), cases(device, TINY), strict=True):
         if only not in case.name and only != case.operation:
             continue
         torch.compiler.reset()  # its limit of variants counts all cases together, and then runs them uncompiled
         for name, taken in measure(case, candidates(case, tiny, device), device, rounds).items():
-            rows.append(row(case, name, taken, roof))
-            print("  ".join(rows[-1]), flush=True)
-            if isinstance(taken, str) and taken.startswith(("differs", "fails")) and name in case.forms:
-                wrong.append(f"{case.name}, {name}: {taken}")
-    return rows, wrong
+            found.add(case, name, taken, roof)
+    return found
 
 
 def main() -> int:
@@ -244,13 +259,13 @@ def main() -> int:
     title = f"{name}, {sizes.tokens} tokens, bf16, {args.rounds} rounds, copy {roof.bandwidth / 1e9:.0f} GB/s, "
     title += products
     print(f"{title}; auto is {resolve_backend('mix', 'auto', device)}", flush=True)
-    rows, wrong = table(device, sizes, args.rounds, args.only, roof)
+    found = table(device, sizes, args.rounds, args.only, roof)
     if args.write:
-        replace_block("measured", f"{title}; torch {torch.__version__}\n\n{markdown(HEAD, rows)}")
+        write_measured(name, f"{title}; torch {torch.__version__}", HEAD, found.rows, found.timed)
         print(f"written to {Path(__file__).parents[1] / 'README.md'}")
-    for line in wrong:
+    for line in found.wrong:
         print(f"bench_kernels.py: {line}", file=sys.stderr)
-    return 1 if wrong else 0
+    return 1 if found.wrong else 0
 
 
 if __name__ == "__main__":

@@ -11,6 +11,8 @@ import model_in_triton
 import pytest
 from k3kernels.registry import OPERATIONS
 
+from k3train.model.operations import USED_BY
+
 pytest.importorskip("triton", reason="Triton has no build for this machine")
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -59,6 +61,14 @@ def test_every_call_of_the_model_reaches_its_triton_form(found: dict[str, dict])
     # A convolution and KDA of one token a row are a few products in PyTorch.
     assert found["calls"]["one token a row"] == {name: n for name, n in PREFILL.items() if name != "short_conv"}
     assert found["of the torch form"] == {}
+
+
+def test_k3train_kernels_names_the_paths_that_come_to_each(found: dict[str, dict]) -> None:
+    paths = {"training": "training", "prefill": "prefill", "decoding": "one token a row"}
+    for name in TRAINING:
+        came = {path for path, what in paths.items() if name in found["calls"][what]}
+        assert name.endswith(" backward") or came == set(USED_BY[name]) - {"export"}, name
+    assert not any(USED_BY["two_phase_mix"] and calls.get("two_phase_mix") for calls in found["calls"].values())
 
 
 def test_losses_gradients_and_logits_are_those_of_the_torch_forms(found: dict[str, dict]) -> None:
