@@ -137,15 +137,19 @@ def checked(case: Case, call: Callable[..., Out]) -> str | None:
     return None if apart <= case.tolerance else f"differs from the reference by {apart:.2g}"
 
 
+def called(case: Case, form: str) -> Callable[..., Out]:
+    """The case in one of the package's forms, or in what torch.compile makes of one."""
+    if form == "compiled":
+        return torch.compile(lambda *x: case.call(case.compiles, *x))
+    return lambda *x: case.call(form, *x)
+
+
 def candidates(case: Case, tiny: Case, device: torch.device) -> dict[str, Callable[..., Out] | str]:
     """What is timed, by its label, or the reason why it isn't; `tiny` is the same case at sizes for checks."""
     found: dict[str, Callable[..., Out] | str] = {}
     for form in case.forms:
-        if form == "compiled":
-            found[form] = torch.compile(lambda *x: case.call(case.compiles, *x))
-            continue
-        reason = why_not_form(form, device) or checked(tiny, lambda *x, form=form: tiny.call(form, *x))
-        found[form] = reason or (lambda *x, form=form: case.call(form, *x))
+        reason = why_not_form(form, device) or checked(tiny, called(tiny, form))
+        found[form] = reason or called(case, form)
     for own, other in zip(tiny.rivals, case.rivals):
         found[own.label] = own.why_not(device) or checked(tiny, own.call) or other.call
     return found

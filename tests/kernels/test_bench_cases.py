@@ -129,6 +129,22 @@ def test_what_is_absent_wrong_or_breaks_is_said_and_not_timed() -> None:
     assert bench.row(case, "absent", found["absent"], bench.Roof(1, {"fp32": 1}))[2:4] == ["not installed", ""]
 
 
+def test_a_compiled_form_is_compared_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the tiny case, with what torch.compile makes of it; one that is wrong is not timed and fails the run."""
+    case = dataclasses.replace(named("RMSNorm"), forms=("compiled",), rivals=())
+    makes = {"right": lambda f: f, "wrong": lambda f: lambda *x: f(*x) * 1.1, "broken": lambda f: lambda *x: 1 / 0}
+    said = {}
+    for what, make in makes.items():
+        monkeypatch.setattr(torch, "compile", make)
+        said[what] = bench.candidates(case, case, CPU)["compiled"]
+    assert callable(said["right"])
+    assert said["wrong"].startswith("differs from the reference by 0.1")
+    assert said["broken"] == "fails: ZeroDivisionError: division by zero"
+    table = bench.Table()
+    table.add(case, "compiled", said["wrong"], bench.Roof(1, {"fp32": 1}))
+    assert table.wrong == [f"{case.name}, compiled: {said['wrong']}"]
+
+
 def test_the_roofline_is_the_longer_of_memory_and_products() -> None:
     case = named("RMSNorm")
     x, weight = (value.nbytes for value in case.inputs)
