@@ -149,9 +149,9 @@ def candidates(case: Case, tiny: Case, device: torch.device) -> dict[str, Callab
     found: dict[str, Callable[..., Out] | str] = {}
     for form in case.forms:
         reason = why_not_form(form, device) or checked(tiny, called(tiny, form))
-        found[form] = reason or called(case, form)
+        found[form] = reason or case.untimed.get(form) or called(case, form)
     for own, other in zip(tiny.rivals, case.rivals):
-        found[own.label] = own.why_not(device) or checked(tiny, own.call) or other.call
+        found[own.label] = own.why_not(device) or checked(tiny.as_timed(own.label), own.call) or other.call
     return found
 
 
@@ -182,7 +182,7 @@ def measure(
     for round_number in range(rounds + 2):
         for name in samples.keys() - found.keys():
             try:
-                taken = once(case, calls[name], device)
+                taken = once(case.as_timed(name), calls[name], device)
             except Exception as error:  # compilers and memory fail in many ways; the table says so, and goes on
                 found[name] = failure(error)
                 continue
@@ -224,7 +224,7 @@ class Table:
 
     def add(self, case: Case, name: str, taken: tuple[float, float, int] | str, roof: Roof) -> None:
         """A line, which is printed as well."""
-        self.rows.append(row(case, name, taken, roof))
+        self.rows.append(row(case.as_timed(name), name, taken, roof))
         print("  ".join(self.rows[-1]), flush=True)
         if not isinstance(taken, str):
             self.timed.setdefault(case.operation, {}).setdefault(case.name, []).append(name)
