@@ -75,7 +75,7 @@ def _kda(asked: str, device: torch.device) -> str:
 OPERATIONS = (
     _plain("situ_glu", "SiTU-GLU and SwiGLU, with the gate/up split and the router weight"),
     _plain("mix", "Attention Residuals: logits, softmax and weighted sum over depth"),
-    _plain("two_phase_mix", "the mix of a whole block: phase_one, then merge (used by no model path)", TWO_PHASE_BACKENDS),
+    _plain("two_phase_mix", "mix of a whole block: phase_one, then merge (used by no model path)", TWO_PHASE_BACKENDS),
     _plain("gated_rms_norm", "KDA's head-wise output norm and gate"),
     _plain("rms_norm", "RMSNorm, of sublayers and of the latent sum"),
     _plain("short_conv", "causal depthwise convolution with document boundaries"),
