@@ -33,7 +33,7 @@ USED_BY: dict[str, tuple[str, ...]] = {
 # What is to be known beside it.
 NOTES = {
     "short_conv": "decoding in torch",
-    "cross_entropy": "losses of RL and distillation are torch's own",
+    "cross_entropy": "distill and draft have losses of their own in torch",
     "kda": "decoding in torch",
     "mx": "quantized experts; export packs, nothing unpacks",
 }
