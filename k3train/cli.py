@@ -193,6 +193,15 @@ def _kernels_arguments(parser: argparse.ArgumentParser) -> None:
         default="auto",
         help="as a recipe's model.kernels (default auto)",
     )
+    parser.add_argument(
+        "--transformer-impl",
+        choices=["auto", "local", "te"],
+        default="auto",
+        help="as a recipe's parallel.transformer_impl (default auto)",
+    )
+    parser.add_argument(
+        "--precision", choices=["fp32", "bf16"], default="bf16", help="as a recipe's train.precision (default bf16)"
+    )
     parser.add_argument("--json", action="store_true", help="one JSON object an operation")
 
 
