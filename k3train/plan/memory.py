@@ -5,14 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from k3train.config.cluster import ClusterConfig
-from k3train.config.quant import policy_in_force
 from k3train.config.schema import RecipeConfig
 from k3train.parallel.stages import StageContents, layout_text, stage_contents, traffic_of
+from k3train.plan import balancing, extras
 from k3train.plan.activations import NOTHING, Activations, Kept
 from k3train.plan.inventory import Inventory
 from k3train.plan.muon import orthogonalization
 from k3train.plan.schedule import in_flight_at_peak, order
-from k3train.plan.sharding import Groups, Held, StageLayout
+from k3train.plan.sharding import Groups, Held, StageLayout, moe_layers
 
 GIB, MIB = 1024**3, 1024**2
 _FEED = 8 + 8 + 4 + 8  # tokens, labels, loss mask, document numbers
@@ -102,6 +102,7 @@ def rank_memory(
     layers = tuple(index for i in own for index in stages[i].layers)
     workspace = activations.workspace(layers, any(stages[i].head for i in own))
     workspace["batch"] = float(steps * activations.tokens * _FEED)
+    workspace["router scores"] = balancing.kept_bytes(config, steps, moe_layers(config, rank))
     held = StageLayout(inventory, config, world_size, rank).largest()
     return RankMemory(
         rank, held, alive, workspace, _step(held, config, cluster, world_size), _quantized(held, config), counts
@@ -122,7 +123,5 @@ def _step(held: Held, config: RecipeConfig, cluster: ClusterConfig, world_size: 
 
 def _quantized(held: Held, config: RecipeConfig) -> float:
     """Fake-quantized copies of the experts' weights, which live as long as a step's micro-batches."""
-    if policy_in_force(config.quant, config.stage.name) is None:
-        return 0.0
     size = 2 if config.train.precision == "bf16" else 4
-    return float(size * held.expert_parameters)
+    return size * extras.rounded_weights(config, held.expert_parameters)
