@@ -22,12 +22,22 @@ class Linear:
 
 def adapted(config: RecipeConfig, full_attention: bool, moe: bool) -> list[Linear]:
     """The layers of a decoder layer that carry adapters; none without `lora.enabled`."""
+    return of_mixer(config, full_attention) + of_feed_forward(config, moe)
+
+
+def of_mixer(config: RecipeConfig, full_attention: bool) -> list[Linear]:
+    """Of the token mixer."""
+    if not config.lora.enabled or "attention" not in config.lora.targets:
+        return []
+    return _mla(config) if full_attention else _kda(config)
+
+
+def of_feed_forward(config: RecipeConfig, moe: bool) -> list[Linear]:
+    """Of a dense FFN, or of what surrounds the routed experts."""
     if not config.lora.enabled:
         return []
     targets, model, h = config.lora.targets, config.model, config.model.hidden_size
     found: list[Linear] = []
-    if "attention" in targets:
-        found += _mla(config) if full_attention else _kda(config)
     if moe and "latent" in targets and model.moe.latent_size:
         found += [Linear(h, model.moe.latent_size, WHOLE), Linear(model.moe.latent_size, h, WHOLE)]
     if moe and "shared_experts" in targets and model.moe.num_shared_experts:
@@ -85,9 +95,12 @@ def moved(config: RecipeConfig, layers: list[Linear], tokens: float) -> float:
     return PASSES * tokens / config.parallel.tensor * sum(linear.outputs for linear in layers)
 
 
-def kept(config: RecipeConfig, layers: list[Linear], tokens: float, element: int) -> Iterator[float]:
-    """Bytes that each keeps beside the layer's input: what `a` made, and with dropout the input as it left it."""
+def kept(config: RecipeConfig, layers: list[Linear], tokens: float, element: int, cuda: bool) -> Iterator[float]:
+    """Bytes that each keeps beside the layer's input: what `a` made, and with dropout what it left and its mask.
+
+    The mask is a byte a number on CUDA; on the CPU it has the input's dtype.
+    """
     for linear in layers:
         into, onward = _rows(linear, tokens, config.parallel.tensor)
-        dropped = into * linear.inputs * (element + 1) if config.lora.dropout else 0.0
+        dropped = into * linear.inputs * (element + (1 if cuda else element)) if config.lora.dropout else 0.0
         yield onward * config.lora.rank * element + dropped

@@ -29,6 +29,8 @@ class RankMemory:
     step: dict[str, float]  # while the optimizer runs; activations are gone then
     quantized: float  # rounded copies of the experts' weights
     in_flight: tuple[int, ...]
+    teachers: float = 0.0  # weights of teachers that score a step's texts
+    before: float = 0.0  # of a teacher that is gone when the first step begins
 
     @property
     def passes(self) -> float:
@@ -36,8 +38,8 @@ class RankMemory:
 
     @property
     def total(self) -> float:
-        """The peak: training state, and the larger of what passes and what the optimizer need."""
-        return self.held.total + max(self.passes, sum(self.step.values()))
+        """The peak: training state, and the largest of what passes, the optimizer and an earlier teacher need."""
+        return self.held.total + self.teachers + max(self.passes, sum(self.step.values()), self.before)
 
     def bars(self) -> dict[str, float]:
         """The peak in parts that add up to it."""
@@ -48,12 +50,17 @@ class RankMemory:
             "fp32 main weights": h.main,
             "optimizer moments": h.moments,
         }
+        if self.teachers:
+            parts["teachers"] = self.teachers
         if self.quantized:
             parts["quantized experts"] = self.quantized
         parts |= {name: size for name, size in self.activations.items() if size}
         parts |= {name: size for name, size in self.workspace.items() if size}
-        if (beyond := sum(self.step.values()) - self.passes) > 0:
-            parts["optimizer step, beyond that"] = beyond
+        later = max(self.passes, step := sum(self.step.values()))
+        if step > self.passes:
+            parts["optimizer step, beyond that"] = step - self.passes
+        if self.before > later:
+            parts["teacher before the first step, beyond that"] = self.before - later
         return parts
 
 
@@ -89,7 +96,8 @@ def rank_memory(
 ) -> RankMemory:
     """The memory of one pipeline rank."""
     p = config.parallel
-    activations, traffic, stages = Activations(config, cluster.kind), traffic_of(config), stages_of(config)
+    activations = Activations(config, cluster.kind, balancing.skew(config, cluster))
+    traffic, stages = traffic_of(config), stages_of(config)
     own = range(rank, len(stages), p.pipeline)
     kept = [stage_activations(activations, stages[i], traffic.tensors_sent(i)) for i in own]
     steps = micro_batches(config, world_size)

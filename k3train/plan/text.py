@@ -86,10 +86,8 @@ def summary(plan: Plan) -> str:
     count, tokens = parameter_count(config.model), step.tokens_per_step * step.steps
     saved = f", written in {_duration(store.seconds)} at {cluster.storage_gbs:g} GB/s" if store.seconds else ""
     room = f"{plan.fullest.total / GIB:,.1f} of {plan.room / GIB:,.1f} GiB on pipeline rank {plan.fullest.rank}"
-    rollouts = ["rollouts    not planned: what follows is the training of what they made"]
     lines = [
         f"{config.recipe_name} on {plan.world_size:,} x {cluster.device} ({cluster.name}): predicted, not measured",
-        *(rollouts if config.stage.name == "rl" else []),
         f"layout      {layout_name(config, plan.world_size)}; {step.micro_batches} micro-batches of "
         f"{config.train.micro_batch_size} x {config.train.seq_length:,} tokens a step",
         *_placement(plan),
@@ -104,6 +102,8 @@ def summary(plan: Plan) -> str:
         f"{_duration(tokens / step.tokens_per_second)} on these",
         f"checkpoint  {store.checkpoint / GIB:,.1f} GiB ({store.weights / GIB:,.1f} weights){saved}",
         f"export      {store.export_mxfp4 / GIB:,.1f} GiB with MXFP4 experts",
+        f"not counted {'; '.join(plan.not_counted)}",
+        *(f"assumed     {said}" for said in plan.teachers.assumed),
         "",
         table(memory_table(plan)),
         "",
@@ -156,6 +156,8 @@ def plain(plan: Plan) -> dict[str, Any]:
             "recompute": p.recompute,
         },
         "parameters": parameter_count(plan.config.model),
+        "not_counted": plan.not_counted,
+        "assumed": list(plan.teachers.assumed),
         "fits": plan.fits,
         "room_bytes": plan.room,
         "memory": [
