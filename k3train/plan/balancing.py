@@ -15,9 +15,9 @@ from k3train.config.schema import RecipeConfig
 
 FP32, INT32, INT64 = 4, 4, 8
 SELECT = {"cuda": FP32, "cpu": 3 * FP32}  # a score that is chosen from again; PyTorch writes score + bias first
-# A score that is counted. Triton: an atomic addition. PyTorch: transposed, subtracted, five passes in place, as int64,
+# A score that is counted. Triton: an atomic addition. PyTorch: transposed, subtracted, four passes in place, as int64,
 # and added (`required_bias_histogram`).
-COUNT = {"cuda": 2 * INT32, "cpu": 2 * FP32 + 2 * FP32 + 5 * 2 * FP32 + FP32 + INT64 + INT64 + 3 * INT32}
+COUNT = {"cuda": 2 * INT32, "cpu": 2 * FP32 + 2 * FP32 + 4 * 2 * FP32 + FP32 + INT64 + INT64 + 3 * INT32}
 # A bin once a round: copied for the all-reduce, and summed up as int64 (`read_off`); the search in the sums is little.
 SEARCH = 2 * INT32 + INT32 + INT64
 SORT_PASSES = 8  # of a sort's or a selection's keys and indices, read and written; assumed
