@@ -10,7 +10,7 @@ from k3train.parallel.stages import StageContents, layout_text, stage_contents, 
 from k3train.plan import balancing, extras
 from k3train.plan.activations import NOTHING, Activations, Kept
 from k3train.plan.inventory import Inventory
-from k3train.plan.muon import orthogonalization
+from k3train.plan.muon import Orthogonalization, orthogonalization
 from k3train.plan.schedule import in_flight_at_peak, order
 from k3train.plan.sharding import Groups, Held, StageLayout, moe_layers
 
@@ -31,6 +31,7 @@ class RankMemory:
     in_flight: tuple[int, ...]
     teachers: float = 0.0  # weights of teachers that score a step's texts
     before: float = 0.0  # of a teacher that is gone when the first step begins
+    muon_round: float = 0.0  # of `step`: fp32 blocks that Muon collects at a time
 
     @property
     def passes(self) -> float:
@@ -112,15 +113,14 @@ def rank_memory(
     workspace["batch"] = float(steps * activations.tokens * _FEED)
     workspace["router scores"] = balancing.kept_bytes(config, steps, moe_layers(config, rank))
     held = StageLayout(inventory, config, world_size, rank).largest()
-    return RankMemory(
-        rank, held, alive, workspace, _step(held, config, cluster, world_size), _quantized(held, config), counts
-    )
+    muon = orthogonalization(held, config, Groups.of(config, world_size), cluster.kind)
+    step, quantized = _step(held, muon, cluster), _quantized(held, config)
+    return RankMemory(rank, held, alive, workspace, step, quantized, counts, muon_round=muon.round_bytes)
 
 
-def _step(held: Held, config: RecipeConfig, cluster: ClusterConfig, world_size: int) -> dict[str, float]:
+def _step(held: Held, muon: Orthogonalization, cluster: ClusterConfig) -> dict[str, float]:
     """While the optimizer runs: Muon's exchange and iterations, and the square roots that AdamW makes at once."""
     found: dict[str, float] = {}
-    muon = orthogonalization(held, config, Groups.of(config, world_size), cluster.kind)
     if muon.elements:
         found["Muon's exchange"] = muon.exchange_bytes
         found["Newton-Schulz"] = muon.iteration_bytes

@@ -152,7 +152,7 @@ def _after(
     found |= _routers(config, links, memory, bandwidth)
     if rounded := max(extras.rounded_weights(config, rank.held.expert_parameters) for rank in memory):
         found["rounding weights"] = rounded * extras.round_bytes(config, cluster.kind) / bandwidth
-    if shared := shared_embedding_bytes(config):
+    if shared := shared_embedding_bytes(config, practice.gradient_bytes):
         found["shared embedding"] = links.send(shared, ends_are_near(links))
     # Overlapped, gradients are reduced from the last backward of a rank's last chunk on, and parameters are gathered
     # until the first forward of its last chunk.

@@ -53,8 +53,8 @@ def gradient_rounds(parallel: ParallelConfig) -> int:
     return 1 if parallel.distributed_optimizer else 2
 
 
-def shared_embedding_bytes(config: RecipeConfig) -> float:
-    """fp32 gradients of the embedding that the last pipeline rank holds a second time, for multi-token prediction.
+def shared_embedding_bytes(config: RecipeConfig, element: int) -> float:
+    """Gradients of the embedding that the last pipeline rank holds a second time, for multi-token prediction.
 
     First and last rank add theirs (Megatron-Core's `finalize_model_grads`); 0 where there is one copy.
     """
@@ -62,7 +62,7 @@ def shared_embedding_bytes(config: RecipeConfig) -> float:
     if p.pipeline == 1 or not model.mtp.num_layers or config.lora.enabled:
         return 0.0
     rows = padded_vocab_size(model.vocab_size, model.vocab_padding_multiple, p.tensor) / p.tensor
-    return 4.0 * rows * model.hidden_size
+    return element * rows * model.hidden_size
 
 
 def ends_are_near(links: Links) -> bool:
@@ -102,7 +102,7 @@ class Volumes:
         if p.pipeline > 1:
             sent = self.count * max(self._sent(r) for r in range(p.pipeline))
             found["pipeline"] = Volume(sent) if self.links.stage_is_near else Volume(network=sent)
-        shared = shared_embedding_bytes(self.config)
+        shared = shared_embedding_bytes(self.config, self.work.practice.gradient_bytes)
         found["shared embedding"] = Volume(shared) if ends_are_near(self.links) else Volume(network=shared)
         found |= self._state() | self._routers()
         return {name: volume for name, volume in found.items() if volume.fast or volume.network}
