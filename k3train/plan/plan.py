@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from k3train.config.cluster import ClusterConfig
@@ -18,7 +19,7 @@ from k3train.plan.omitted import not_counted
 from k3train.plan.step import StepPlan, plan_step
 from k3train.plan.storage import Storage, storage_of
 from k3train.plan.teachers import Teachers, plan_teachers
-from k3train.plan.work import Practice
+from k3train.plan.work import Practice, Seconds
 
 
 @dataclass(frozen=True)
@@ -100,8 +101,11 @@ def make_plan(
     inventory: Inventory | None = None,
     world_size: int | None = None,
     practice: Practice | None = None,
+    stage_times: Sequence[Seconds] | None = None,
 ) -> Plan:
     """Plan a recipe; `inventory` is that of the same model and optimizer where it was taken before.
+
+    `stage_times`: measured seconds of a micro-batch through each stage, in place of modelled ones.
 
     Raises:
         UserError: the recipe cannot run in this layout, whatever the memory.
@@ -114,7 +118,7 @@ def make_plan(
     teachers = plan_teachers(config, cluster, inventory, world_size)
     alone = (rank_memory(inventory, config, cluster, world_size, rank) for rank in ranks)
     memory = tuple(replace(rank, teachers=teachers.resident, before=teachers.before) for rank in alone)
-    step = plan_step(config, cluster, world_size, list(memory), practice)
+    step = plan_step(config, cluster, world_size, list(memory), practice, stage_times)
     if teachers.seconds:
         step.after["teachers' scoring"] = teachers.seconds
     if teachers.sent.fast or teachers.sent.network:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from k3train.config.cluster import ClusterConfig
@@ -47,6 +48,8 @@ class StepPlan:
     flops_per_token: float
     peak: float  # FLOP/s of all devices together
     steps: int
+    stages: list[StageTimes]  # that the timeline was made of
+    measured: bool = False  # whether their passes were
     hidden: dict[str, float] = field(default_factory=dict)  # communication that passes hide
 
     @property
@@ -76,15 +79,22 @@ def plan_step(
     world_size: int,
     memory: list[RankMemory],
     practice: Practice | None = None,
+    measured: Sequence[Seconds] | None = None,
 ) -> StepPlan:
-    """Predict a step of a recipe whose ranks hold what `memory` says (one entry a pipeline rank)."""
+    """Predict a step of a recipe whose ranks hold what `memory` says (one entry a pipeline rank).
+
+    `measured`: seconds of a micro-batch through each stage, in place of modelled ones.
+    """
     practice = practice or Practice.of(config)
     p, train = config.parallel, config.train
     links = Links(cluster, p, world_size)
     work = Work(config, cluster, links, practice)
     activations = Activations(config, cluster.kind)
     traffic, stages = traffic_of(config), stages_of(config)
-    by_stage = [work.stage(s.layers, s.embedding, s.head, s.mtp) for s in stages]
+    if measured is None:
+        by_stage = [work.stage(s.layers, s.embedding, s.head, s.mtp) for s in stages]
+    else:
+        by_stage = [{"measured passes": seconds} for seconds in measured]
     totals = [sum(parts.values(), ZERO) for parts in by_stage]
     payloads = [traffic.tensors_sent(i) * activations.stream for i in range(len(stages))]
     times = [
@@ -114,6 +124,8 @@ def plan_step(
         flops_per_token=model_flops(config.model, train.seq_length),
         peak=peak * world_size,
         steps=train.steps,
+        stages=times,
+        measured=measured is not None,
         hidden=hidden,
     )
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from typing import Any
 
 from k3train.config.parameters import parameter_count
 from k3train.config.schema import RecipeConfig
+from k3train.plan import balancing
 from k3train.plan.links import Links
 from k3train.plan.memory import GIB, MIB
 from k3train.plan.plan import Plan
@@ -127,8 +129,10 @@ def summary(plan: Plan) -> str:
         f"layout      {layout_name(config, plan.world_size)}; {step.micro_batches} micro-batches of "
         f"{config.train.micro_batch_size} x {config.train.seq_length:,} tokens a step",
         *_placement(plan),
+        *_load(plan),
         f"model       {_count(count['total'])} parameters, {_count(count['active'])} active",
         f"memory      {room}: {'fits' if plan.fits else 'DOES NOT FIT'}",
+        *(["passes      of measured stage times; all else is modelled"] if step.measured else []),
         f"step        {_duration(step.seconds)} for {step.tokens_per_step:,} tokens; pipeline ranks wait "
         f"{step.timeline.bubble:.1%} of the passes",
         f"throughput  {step.tokens_per_second:,.0f} tokens/s, "
@@ -165,6 +169,14 @@ def _placement(plan: Plan) -> list[str]:
     ]
 
 
+def _load(plan: Plan) -> list[str]:
+    """Where the load of experts is taken as uneven."""
+    skew = balancing.skew(plan.config, plan.cluster)
+    if skew == 1:
+        return []
+    return [f"load        the busiest expert-parallel rank has {skew:g} times the mean (cluster.max_over_mean)"]
+
+
 def _count(number: float) -> str:
     for size, unit in ((1e12, "T"), (1e9, "B"), (1e6, "M")):
         if number >= size:
@@ -194,6 +206,7 @@ def plain(plan: Plan) -> dict[str, Any]:
             "data": step.data_parallel,
             "recompute": p.recompute,
         },
+        "max_over_mean": balancing.skew(plan.config, plan.cluster),
         "parameters": parameter_count(plan.config.model),
         "not_counted": plan.not_counted,
         "assumed": list(plan.teachers.assumed),
@@ -218,6 +231,8 @@ def plain(plan: Plan) -> dict[str, Any]:
             "micro_batches": step.micro_batches,
             "bubble": step.timeline.bubble,
             "passes_seconds": step.timeline.total,
+            "stages": [asdict(times) for times in step.stages],
+            "stages_are": "measured" if step.measured else "modelled",
             "after_seconds": step.after,
             "hidden_seconds": step.hidden,
             "parts_seconds": {n: {"forward": s.forward, "backward": s.backward} for n, s in step.parts.items()},
