@@ -246,9 +246,10 @@ class Activations:
             sent = self.shard * moe.top_k * latent * self.e
             found["dispatch buffers"] = 2 * (sent + self.dispatched_tokens() * latent * self.e)
             if (p := self.config.parallel).balanced_experts:
-                # Room for the weights of as many as there may be, and for their gradients.
+                # Room for the weights of as many as there may be, and for their gradients, if they learn.
                 slots = most_redundant(moe.num_experts, p.expert)
-                found["redundant experts"] = 2 * slots * 3 * latent * moe.expert_hidden_size * self.e
+                sets = 1 if self.config.lora.enabled else 2
+                found["redundant experts"] = sets * slots * 3 * latent * moe.expert_hidden_size * self.e
         if head:
             rows, padded = self._vocabulary_rows()
             low = self.e if self.e == 2 else 0

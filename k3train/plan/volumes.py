@@ -145,7 +145,7 @@ class Volumes:
         size = self.work.expert_bytes() * p.expert / (p.expert - 1)
         _, fast, network = self.links.split_all_to_all(size, 1, False)
         layers = self._most(lambda s: sum(map(model.is_moe, s.layers)) + (s.mtp and model.moe.num_experts > 0))
-        return Volume(fast, network).times(3 * self.count * layers)
+        return Volume(fast, network).times((2 + self.work.returned) * self.count * layers)
 
     def _sent(self, rank: int) -> float:
         """Payloads to the next stages, and gradients of those that came."""

@@ -175,7 +175,12 @@ class Work:
         ranks = self.config.parallel.expert
         once = self.links.all_to_all(self.expert_bytes() * ranks / (ranks - 1), 1, False)
         # `stage` adds the share of the forward that is run again.
-        return Seconds(once, (2 - self.again()) * once)
+        return Seconds(once, (1 - self.again() + self.returned) * once)
+
+    @property
+    def returned(self) -> int:
+        """Gradients of a borrowed expert that go home: one set, of a frozen one none."""
+        return 0 if self.config.lora.enabled else 1
 
     def dispatch(self, elements: float) -> Seconds:
         """Sending token copies to their experts and back; the backward does the same with gradients."""
@@ -280,7 +285,7 @@ class Work:
         found = self._parts(model.mtp.mixer == "mla", model.moe.num_experts > 0)
         found["projections"] += self._product(4 * model.hidden_size**2 * self.tokens / self.tp)
         if fetched := found.get("redundant experts"):  # again before the backward, for this layer is never run again
-            found["redundant experts"] = replace(fetched, backward=2 * fetched.forward)
+            found["redundant experts"] = replace(fetched, backward=(1 + self.returned) * fetched.forward)
         return {**found, **self.head()}
 
     def again(self) -> float:

@@ -132,6 +132,17 @@ def test_adapters_alone_are_reduced(single_rank: None) -> None:
     assert plan.step.volumes["gradient reduction"].fast == pytest.approx(4 * adapters * 3 / 4, rel=2e-3)
 
 
+def test_redundant_experts_that_are_frozen_return_nothing(single_rank: None) -> None:
+    """Fetched forward and once more for the backward; room for the weights of three, as many as there may be."""
+    words = ["parallel.world_size=4", "parallel.expert=4", "parallel.balanced_experts=true"]
+    plan = planned(*LORA, *words)
+    expert = 3 * 64 * 96 * 4
+    assert plan.step.volumes["redundant experts, one a rank"].fast == pytest.approx(2 * LAYERS * expert)
+    spent = plan.step.parts["redundant experts"]
+    assert spent.backward == spent.forward
+    assert plan.fullest.workspace["redundant experts"] == 3 * expert
+
+
 @pytest.mark.parametrize(("tensor", "kind"), [(1, "column"), (2, "column"), (2, "row"), (2, "whole")])
 def test_adapters_are_cut_as_their_layers(tensor: int, kind: str) -> None:
     """Of 10 to 30 numbers, 8 tokens, rank 16: a column layer's first matrix is whole on each of two ranks."""
