@@ -16,7 +16,7 @@ from pathlib import Path
 from k3train.config.load import load_recipe
 from k3train.config.parameters import parameter_count
 from k3train.config.rules_cluster import load_cluster
-from k3train.plan import anchors, picture, text
+from k3train.plan import anchors, own_runs, picture, text
 from k3train.plan.inventory import take_inventory
 from k3train.plan.memory import GIB
 from k3train.plan.plan import Plan, make_plan
@@ -76,6 +76,21 @@ def throughputs() -> str:
     return f"{markdown(head, rows)}\n\n{told}"
 
 
+def measured() -> str:
+    """Times of this program on a machine at hand, and what the planner says of them."""
+    rows = [
+        (
+            m.run.of,
+            f"{m.run.tokens:,}",
+            m.run.quoted,
+            f"{m.predicted:.3g} s",
+            f"{m.error:+.0%}",
+        )
+        for m in own_runs.compare_own()
+    ]
+    return markdown(("k3-tiny on one CPU rank", "Tokens", "Measured", "Predicted", "Error"), rows)
+
+
 def ladder() -> str:
     """One line a rung, then each plan as printed."""
     plans = [(name, _plan(name, cluster, extra), cluster, extra) for name, cluster, extra in LADDER]
@@ -116,7 +131,12 @@ def markdown(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
     return "\n".join(lines + ["| " + " | ".join(row) + " |" for row in rows])
 
 
-PARTS: dict[str, Callable[[], str]] = {"sizes": sizes, "throughputs": throughputs, "ladder": ladder}
+PARTS: dict[str, Callable[[], str]] = {
+    "sizes": sizes,
+    "throughputs": throughputs,
+    "measured": measured,
+    "ladder": ladder,
+}
 
 
 def rewritten(document: str) -> str:
