@@ -121,25 +121,6 @@ def test_more_micro_batches_wait_less_and_recomputation_keeps_less(single_rank: 
     assert again.step.seconds > plan.step.seconds
 
 
-def test_search_lists_what_fits_fastest_first(single_rank: None) -> None:
-    from k3train.plan.inventory import take_inventory
-    from k3train.plan.search import search
-
-    config, cluster = load_recipe(["recipe=pretrain/k3-tiny"]), load_cluster("cpu", {})
-    inventory = take_inventory(config)
-    plans, considered, _ = search(config, cluster, inventory, 4, 6)
-    assert considered > 20
-    seconds = [plan.step.seconds for plan in plans]
-    assert len(plans) == 6
-    assert seconds == sorted(seconds)
-    # With less memory than the fastest takes, it is left out, and what is listed fits.
-    need = plans[0].fullest.total / GIB
-    tight = load_cluster("cpu", {"memory_gib": f"{need * 0.9 + cluster.reserved_gib}"})
-    smaller, _, _ = search(config, tight, inventory, 4, 6)
-    assert smaller
-    assert all(plan.fullest.total <= plan.room < plans[0].fullest.total for plan in smaller)
-
-
 def test_the_command_says_what_does_not_fit(
     single_rank: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -157,23 +138,6 @@ def test_the_command_says_what_does_not_fit(
     assert told.count("\n") == 1
     assert main(["plan", "recipe=pretrain/k3-tiny", "cluster=cup"]) == 2
     assert "try cluster=cpu" in capsys.readouterr().err
-
-
-def test_search_goes_on_where_the_fastest_do_not_fit(single_rank: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The layouts beyond those planned in full are tried too before none is said to fit."""
-    from k3train.plan import search as module
-    from k3train.plan.inventory import take_inventory
-
-    config = load_recipe(["recipe=pretrain/k3-tiny"])
-    inventory, cluster = take_inventory(config), load_cluster("cpu", {})
-    plans, _, _ = module.search(config, cluster, inventory, 4, 500)
-    leanest = min(plan.fullest.total for plan in plans) / GIB
-    tight = load_cluster("cpu", {"memory_gib": f"{leanest * 1.001 + cluster.reserved_gib}"})
-    monkeypatch.setattr(module, "MOST_FULL_PLANS", 1)
-    found, _, nearest = module.search(config, tight, inventory, 4, 3)
-    assert nearest is not None  # the fastest was planned, and does not fit
-    assert found
-    assert found[0].fits
 
 
 def test_multi_token_prediction_is_not_exported(single_rank: None) -> None:
