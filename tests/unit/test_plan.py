@@ -205,6 +205,7 @@ def test_the_check_tells_a_document_that_is_out_of_date(
             "model.mtp.num_layers=1",
             "quant.enabled=true",
             "optim=muon-tiny",
+            "train.micro_batch_size=8",
         ),
         (
             "recipe=pretrain/k3-mini",
