@@ -246,3 +246,29 @@ def test_the_picture_shows_the_plan(single_rank: None, words: tuple[str, ...]) -
     spans = [path.get_extents().width for bar in timeline.collections for path in bar.get_paths()]
     busy = sum(p.end - p.start for rank in plan.step.timeline.ranks for p in rank)
     assert sum(spans) == pytest.approx(busy * (1e3 if plan.step.timeline.total < 1 else 1.0))
+
+
+def test_the_docs_name_the_constants_that_the_code_has() -> None:
+    """With the values of today; what each rests on is said beside it."""
+    from k3train.config.cluster import EfficiencyConfig
+    from k3train.plan import step, work
+
+    document = (ROOT / "docs" / "planner.md").read_text(encoding="utf-8")
+    table = document[document.index("## Assumed constants") :].split("\n## ")[0]
+    rows = dict(line.strip("| ").split(" | ", 1) for line in table.splitlines() if line.startswith("| `"))
+    kernels = ", ".join(f"{name} {count}" for name, count in work.KERNELS.items())
+    share = EfficiencyConfig()
+    expected = {
+        "`efficiency.matmul`, `efficiency.grouped`": f"{share.matmul:g}, {share.grouped:g}",
+        "`efficiency.attention`, `.memory`, `.link`": f"{share.attention:g}, {share.memory:g}, {share.link:g}",
+        "`KDA_PASSES`": f"{work.KDA_PASSES:g}",
+        "`KDA_BACKWARD`": f"{work.KDA_BACKWARD:g}",
+        "`ATTENTION_BACKWARD`": f"{work.ATTENTION_BACKWARD:g}",
+        "`MIX_PASSES`": f"{work.MIX_PASSES:g}",
+        "`permute_passes`": f"{work.Practice().permute_passes} x",
+        "`KERNELS`": kernels,
+        "`_ADAMW_PASSES`, `_MUON_PASSES`": f"{step._ADAMW_PASSES}, {step._MUON_PASSES} bytes",
+    }
+    for name, value in expected.items():
+        assert rows[name].startswith(value), name
+        assert any(word in rows[name] for word in ("derived", "calibrated", "guessed")), name
