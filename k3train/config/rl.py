@@ -87,8 +87,9 @@ class EnvironmentConfig:
     name: str = "single"  # single | python | judge | module:Class of your own
     tasks: str = "???"  # file of training tasks (tools/make_tasks.py; docs/rl.md)
     weight: float = 1.0  # share of prompts
-    # What counts, by weight: answer | format | unit_tests | noise. The reward is the weighted sum; empty: answer alone.
-    # The default is empty because maps are merged: one of {answer: 1} would stay in whatever a recipe asks for.
+    # What counts, by weight: answer | format | unit_tests | noise | judge (of environments that judge, which have to
+    # name it). The reward is the weighted sum; empty: answer alone, or judge alone where there is one. The default is
+    # empty because maps are merged: one of {answer: 1} would stay in whatever a recipe asks for.
     rewards: dict[str, float] = field(default_factory=dict)
     timeout_seconds: float = 30.0  # of one step; then the sample counts as failed
     options: dict[str, Any] = field(default_factory=dict)  # given to the class

@@ -24,6 +24,7 @@ CHOICES = {
 }
 EFFORTS = ("low", "high", "max")
 REWARDS = ("answer", "format", "unit_tests", "noise")  # k3train/rl/rewards.py
+JUDGE = "judge"  # of environments that judge, k3train/rl/environments.py
 # key: (cure, bounds)
 RANGES: dict[str, tuple[float, dict[str, float]]] = {
     "rl.objective.regularizer": (0.02, {"least": 0}),
@@ -122,9 +123,10 @@ def _check_sources(config: RecipeConfig) -> None:
 
 def _check_rewards(where: str, weights: Mapping[str, float]) -> None:
     for name, weight in weights.items():
-        if name not in REWARDS:
+        if name not in (*REWARDS, JUDGE):
             raise UserError(
-                f"{where} has {name}, which does not exist; allowed: {', '.join(REWARDS)}, with a weight each; try"
+                f"{where} has {name}, which does not exist; allowed: {', '.join(REWARDS)}, with a weight each, and"
+                f" {JUDGE} where answers are judged; try"
                 " {answer: 1.0}"
             )
         if not math.isfinite(weight):

@@ -33,6 +33,7 @@ from k3train.rollout.remote import OpenAIEngine
 from k3train.rollout.sampling import SamplingConfig
 from k3train.stages.inputs import fitting_tokenizer
 from k3train.train.stage import Batch
+from k3train.train.watchdog import touch_seconds
 
 MOST_EMPTY = 20  # iterations in a row without a group that can be trained on
 
@@ -114,6 +115,8 @@ class RLStage:
 
     def _collect(self, version: int) -> list[Group]:
         self._refresh(version)
+        self.rollouts.touch.seconds = touch_seconds(self.config)
+        self.rollouts.on_progress = lambda: self._trainer.watchdog.beat(f"step {version + 1}")
         for _ in range(MOST_EMPTY):
             self._trainer.watchdog.beat(f"step {version + 1}")  # each has its own patience with silent servers
             groups = self.rollouts.collect(self.engine, version)

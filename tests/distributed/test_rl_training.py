@@ -205,22 +205,6 @@ def test_a_teacher_that_goes_silent(pool: Any, tasks: Path, tmp_path: Path) -> N
             stub.close()
 
 
-def test_experts_of_the_rollout_are_replayed(pool: Any, tasks: Path, tmp_path: Path) -> None:
-    """In bf16, with two tensor-parallel ranks: replayed, both sides agree no worse than where each chooses (here
-    no expert flips, so as well); the same samples are drawn, for replaying changes nothing before the first step."""
-    differences = {}
-    for replay in (False, True):
-        run_dir = tmp_path / str(replay)
-        changes = {"train__precision": "bf16", "train__steps": 1, "parallel__tensor": 2}
-        results = pool.run(train_rl, 2, rl_recipe(tasks, run_dir, **changes, rl__rollout__replay_experts=replay))
-        assert [code for code, _ in results] == [0, 0], results
-        [line] = steps(run_dir)
-        differences[replay] = line
-    assert differences[True]["trained_tokens"] == differences[False]["trained_tokens"]
-    assert differences[True]["reward"] == differences[False]["reward"]
-    assert differences[True]["rollout_logprob_difference"] <= differences[False]["rollout_logprob_difference"]
-
-
 def test_rounded_experts_sample_what_they_are_trained_on(pool: Any, tasks: Path, tmp_path: Path) -> None:
     """Under `quant.enabled` rollouts round as the trainer does, with the weights of each step."""
     found = {}
