@@ -77,6 +77,15 @@ def _generate_arguments(parser: argparse.ArgumentParser) -> None:
     _reading_arguments(parser)
 
 
+def _quant_argument(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--quant",
+        choices=["as-trained", "k3", "none"],
+        default="as-trained",
+        help="rounding of experts' weights and inputs: as in training (default), K3's (MXFP4 and MXFP8), or none",
+    )
+
+
 def _reading_arguments(parser: argparse.ArgumentParser) -> None:
     """Of the verbs that read text with a model."""
     parser.add_argument(
@@ -85,12 +94,7 @@ def _reading_arguments(parser: argparse.ArgumentParser) -> None:
         default="auto",
         help="reference: every operation in the published code's order, slow (default auto: the fast ones)",
     )
-    parser.add_argument(
-        "--quant",
-        choices=["as-trained", "k3", "none"],
-        default="as-trained",
-        help="rounding of experts' weights and inputs: as in training (default), K3's (MXFP4 and MXFP8), or none",
-    )
+    _quant_argument(parser)
     parser.add_argument(
         "layout",
         nargs="*",
@@ -114,6 +118,7 @@ def _serve_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model-name", default="k3train", help="what clients call it (default %(default)s)")
     parser.add_argument("--batch-size", type=int, default=32, metavar="N", help="samples at a time (default 32)")
     parser.add_argument("--allow-updates", action="store_true", help="let clients replace the weights")
+    _quant_argument(parser)
 
 
 def _inspect_arguments(parser: argparse.ArgumentParser) -> None:

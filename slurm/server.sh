@@ -141,6 +141,13 @@ k3_before_ranks() { # called by k3_run
         k3_find_server || k3_server_failed=1
     fi
     [ -z "${K3_SERVE_URL:-}" ] || k3_keys+=(rl.rollout.engine=openai "rl.rollout.url=$K3_SERVE_URL")
+    # Nobody starts a server of this job again: waiting long for it would waste the job's time.
+    if k3_has_servers; then
+        case " ${k3_keys[*]} " in
+            *" rl.rollout.outage_minutes="*) ;;
+            *) k3_keys+=(rl.rollout.outage_minutes=1) ;;
+        esac
+    fi
     if [ "$k3_server_failed" = 1 ]; then
         k3_end_servers
         k3_code=1

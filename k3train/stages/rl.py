@@ -20,16 +20,15 @@ from k3train.rl.chat import ChatFormat
 from k3train.rl.effort import Budgets
 from k3train.rl.objective import distillation_advantages, kl_estimate, policy_terms
 from k3train.rl.rollouts import Rollouts
+from k3train.rl.server_engine import server_engine
 from k3train.rl.shared_engine import SharedEngine
 from k3train.rl.sources import fingerprint, held_out, make_sources
 from k3train.rl.teacher_hosts import check_same_teachers, identities
 from k3train.rl.teachers import Teachers
 from k3train.rl.trajectory import Group
 from k3train.rl.weights import WeightRefresh
-from k3train.rollout.client import CompletionClient
 from k3train.rollout.engine import Work
 from k3train.rollout.local import LocalEngine
-from k3train.rollout.remote import OpenAIEngine
 from k3train.rollout.sampling import SamplingConfig
 from k3train.stages.inputs import fitting_tokenizer
 from k3train.train.stage import Batch
@@ -94,14 +93,9 @@ class RLStage:
                 record_experts=rollout.replay_experts,
             )
         else:
-            self.engine = SharedEngine(self._connect)
+            self.engine = server_engine(self.config, trainer, self._give_again)
             self._refresh_weights = WeightRefresh(self.config, trainer)
         self._refreshed: int | None = None
-
-    def _connect(self) -> OpenAIEngine:
-        rollout = self.rl.rollout
-        client = CompletionClient(rollout.url, rollout.model, rollout.timeout_seconds)
-        return OpenAIEngine(client, rollout.concurrency, rollout.retries)
 
     def training_steps(self, consumed_samples: int) -> Iterator[list[Batch]]:
         """Sample, reward, pack: one step's rows after the other. The policy's version is the number of steps done."""
@@ -134,6 +128,11 @@ class RLStage:
             return
         self._refresh_weights(self.engine, version)
         self._refreshed = version
+
+    def _give_again(self) -> None:
+        """The server lost the weights that it was given: these are still the trainer's."""
+        if self._refreshed is not None:
+            self._refresh_weights(self.engine, self._refreshed)
 
     def _batches(self, groups: list[Group], version: int) -> list[Batch]:
         config = self.config

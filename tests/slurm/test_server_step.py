@@ -144,7 +144,8 @@ def test_a_server_in_the_same_job(job: dict[str, str]) -> None:
     assert "--checkpoint runs/start --host localhost" in served
     assert "--allow-updates" in served
     url = f"rl.rollout.url=http://localhost:{job['K3_SERVE_PORT']}"
-    assert ranks.endswith(f"recipe=rl/k3-tiny run.name=mine rl.rollout.engine=openai {url}")
+    keys = f"rl.rollout.engine=openai {url} rl.rollout.outage_minutes=1"
+    assert ranks.endswith(f"recipe=rl/k3-tiny run.name=mine {keys}")
     assert "--overlap" in next(c for c in calls if "k3train serve" in c)
     assert is_free(job)
 
