@@ -38,8 +38,8 @@ OPTIMIZER_FILE = "optimizer.txt"
 _FREE_KEYS = ("run", "parallel", "telemetry", "checkpoint", "guards", "faults", "recipe_name")
 _FREE_KEYS += ("data.cache_dir", "data.num_workers", "engine", "deepspeed")
 # Where servers and kept logits are, and how much is done at a time: what a job that starts again elsewhere has new.
-_FREE_KEYS += tuple(f"rl.rollout.{name}" for name in ("url", "model", "timeout_seconds", "retries", "concurrency"))
-_FREE_KEYS += ("rl.rollout.outage_minutes",)
+_SERVER = ("url", "model", "timeout_seconds", "retries", "concurrency", "outage_minutes")
+_FREE_KEYS += tuple(f"rl.rollout.{name}" for name in _SERVER)
 _FREE_KEYS += ("rl.rollout.max_rows", "rl.rollout.environment_workers", "rl.teachers_in_memory", "distill.cache_dir")
 _FREE_IN_LISTS = {"rl.teachers": ("url", "model")}  # but for whether there is one
 _FREE_TRAIN_KEYS = ("micro_batch_size", "eval_interval", "eval_samples", "log_expert_load_interval")
