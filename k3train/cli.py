@@ -198,15 +198,25 @@ def _kernels_arguments(parser: argparse.ArgumentParser) -> None:
         default="auto",
         help="as a recipe's model.kernels (default auto)",
     )
+    parser.add_argument(
+        "--transformer-impl",
+        choices=["auto", "local", "te"],
+        default="auto",
+        help="as a recipe's parallel.transformer_impl (default auto)",
+    )
+    parser.add_argument(
+        "--precision", choices=["fp32", "bf16"], default="bf16", help="as a recipe's train.precision (default bf16)"
+    )
     parser.add_argument("--json", action="store_true", help="one JSON object an operation")
 
 
 def _plan_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("overrides", nargs="+", metavar="key=value", help="recipe=..., cluster=..., and any override")
     parser.add_argument("--search", action="store_true", help="list layouts that fit, fastest first")
-    parser.add_argument("--top", type=int, default=10, metavar="N", help="layouts that --search lists (default 10)")
+    parser.add_argument("--top", type=int, metavar="N", help="layouts that --search lists (default 10)")
     parser.add_argument("--picture", metavar="FILE.png", help="memory of every rank, and the pipeline's timeline")
     parser.add_argument("--json", metavar="FILE", help="the plan as numbers")
+    parser.add_argument("--stage-times", metavar="FILE.json", help="plan with measured times of every stage")
     parser.add_argument("-cd", "--config-dir", metavar="DIR", help="look for more recipes in DIR")
 
 

@@ -55,7 +55,7 @@ def _check_zero3(config: RecipeConfig, where: str) -> None:
                 f"parallel.{name}",
                 f"cannot hold a teacher of {where}.host=zero3",
                 f"1, {where}.host=layout, or a teacher behind a server",
-                f"{where}.host=layout",
+                f"{where}.host=layout, or {where}.checkpoint=null {where}.url=http://HOST:PORT",
             )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -36,7 +37,9 @@ def server_engine(config: RecipeConfig, trainer: Any, restore: Callable[[], None
         return OpenAIEngine(client, rollout.concurrency, rollout.retries, settings=settings)
 
     def tell(sentence: str) -> None:
-        trainer.telemetry.event(f"rl.rollout.url={rollout.url}: {sentence}", "warning")
+        # With the time: what is said twice in the same words is told once only, and each outage is another.
+        now = time.strftime("%H:%M:%S")
+        trainer.telemetry.event(f"{now} rl.rollout.url={rollout.url}: {sentence}", "warning")
 
     return SharedEngine(
         connect,

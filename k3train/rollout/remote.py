@@ -76,9 +76,9 @@ class OpenAIEngine:
         names = ("prefilled_tokens", "generated_tokens", "failures", "given_up", "outages", "outage_seconds")
         self._counters = dict.fromkeys((*names, "repeated_refreshes"), 0.0)
         self._outage = Outage(client, self.settings.outage_seconds, self._count, backoff)
-        self._held, self._label = 0, ""  # the version that the server was given last, and what it calls it
         self._retry(self._connect)
-        self._label = self._retry(self.server.weights)
+        # The version that the server was given last, and what it calls it (None: it does not say).
+        self._held, self._label = 0, self._retry(self.server.weights)
 
     def _connect(self) -> None:
         self.client.connect()
@@ -341,7 +341,7 @@ class OpenAIEngine:
         first = works[0]
         if self._paused.is_set():
             return
-        if not self.server.tells_weights:
+        if not self.server.tells_weights and self._label is not None:
             self._expect(self.server.weights())
         stream = self.client.stream(
             first.context, first.sampling, first.stop, len(works), (first.key[0],), first.key[1], first.drawn

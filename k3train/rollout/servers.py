@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from k3train.errors import UserError
-from k3train.rollout.client import CompletionClient, ServerFailedError, ServerRefusedError
+from k3train.rollout.client import CompletionClient, ServerFailedError, ServerRefusedError, WrongWeightsError
 from k3train.rollout.protocol import BUCKET_NUMBER, LAST_BUCKET, MOST_CHOICES, QUANT, WEIGHTS
 
 _EXISTS = 405  # what GET of an endpoint that only takes POST is answered with; 404: there is none
@@ -79,8 +79,20 @@ class Server:
         """Refuse a server that cannot change its weights."""
 
     def weights(self) -> str | None:
-        """What the server calls the weights it has; None where it cannot say, or has a part of them."""
+        """What the server calls the weights it has; None where it cannot say, or has a part of them.
+
+        Raises:
+            ServerFailedError: it does not answer.
+            WrongWeightsError: it no longer says, so it is another than before.
+        """
         raise NotImplementedError
+
+    def _named(self, path: str) -> str | None:
+        try:
+            found = self.client.json("GET", path).get("weight_version")
+        except ServerRefusedError as error:
+            raise WrongWeightsError(str(error)) from error
+        return None if found is None else str(found)
 
     def load(self, folder: Path, label: str) -> None:
         """Have the server read its weights from a folder that it sees, and call them `label`."""
@@ -158,8 +170,7 @@ class SGLangServer(Server):
         self._need("/update_weights_from_disk", "start a recent SGLang")
 
     def weights(self) -> str | None:
-        found = self.client.json("GET", "/model_info").get("weight_version")
-        return None if found is None else str(found)
+        return self._named("/model_info")
 
     def load(self, folder: Path, label: str) -> None:
         body = {"model_path": str(folder), "weight_version": label}
@@ -173,16 +184,19 @@ class VLLMServer(Server):
 
     kind = "vllm"
     _PATHS = ("/collective_rpc", "/pause", "/resume", "/update_weight_version", "/weight_info")
+    _has_names: bool | None = None  # whether it says which weights it has
 
     def _check_updates(self) -> None:
         for path in self._PATHS:
             self._need(path, "start a recent vLLM with VLLM_SERVER_DEV_MODE=1 in its environment")
 
     def weights(self) -> str | None:
-        if self.client.status_of("/weight_info") == 404:  # no development mode, which refresh=none does not need
-            return None
-        found = self.client.json("GET", "/weight_info").get("weight_version")
-        return None if found is None else str(found)
+        if self._has_names is None:  # not without development mode, which refresh=none does not need
+            status = self.client.status_of("/weight_info")
+            if status is None:
+                raise ServerFailedError(f"{self.client.address} does not answer")
+            self._has_names = status != 404
+        return self._named("/weight_info") if self._has_names else None
 
     def load(self, folder: Path, label: str) -> None:
         self.client.json("POST", "/pause?mode=abort")  # forgets the prefix cache, which the old weights filled

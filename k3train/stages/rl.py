@@ -22,6 +22,7 @@ from k3train.rl.rollouts import Rollouts
 from k3train.rl.server_engine import server_engine
 from k3train.rl.shared_engine import SharedEngine
 from k3train.rl.sources import Source, check_effort, evaluated, fingerprint, make_sources
+from k3train.rl.teacher_hosts import check_same_teachers, identities
 from k3train.rl.teachers import Teachers
 from k3train.rl.trajectory import Group
 from k3train.rl.weights import WeightRefresh
@@ -59,6 +60,7 @@ class RLStage:
         self._evaluation = self._whole_answers(shares, 1, "rl.eval_tasks", self.rl.eval_temperature)
         self._trainer: Any = None
         self._teachers: Teachers | None = None
+        self._which_teachers: list[dict[str, str] | None] = []
         self._groups: list[Group] = []  # that the last step's rollouts gave
         self._learned: list[Group] = []  # those of them that it trained on
         self._scores: dict[tuple[int, int], list[float]] | None = None  # teachers', of all of them
@@ -86,6 +88,10 @@ class RLStage:
         if self.rl.objective.signal == "mopd":
             self._teachers = Teachers(self.config, self.rollouts, trainer.here)
             self.rollouts.on_done = self._teachers.begin
+            self._which_teachers = from_first_rank(lambda: identities(self.rl.teachers))
+            for number, which in enumerate(self._which_teachers):
+                if which is not None:
+                    trainer.telemetry.event(f"rl.teachers.{number} is {which['checkpoint']}")
         if rollout.engine == "local":
             self.engine: LocalEngine | SharedEngine = LocalEngine(
                 [model.module for model in trainer.models],
@@ -267,11 +273,20 @@ class RLStage:
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """What is in flight and ready, the order of tasks, and the budgets."""
-        return {"rollouts": self.rollouts.state_dict(), "budgets": self.budgets.state_dict()}
+        """What is in flight and ready, the order of tasks, the budgets, and which teachers there are."""
+        return {
+            "rollouts": self.rollouts.state_dict(),
+            "budgets": self.budgets.state_dict(),
+            "teachers": self._which_teachers,
+        }
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
-        """Continue from what `state_dict` gave, under the same recipe: a run directory refuses another one."""
+        """Continue from what `state_dict` gave, under the same recipe: a run directory refuses another one.
+
+        Raises:
+            UserError: a teacher is another one than when the run began.
+        """
+        check_same_teachers(saved.get("teachers", []), self._which_teachers)
         self.rollouts.load_state_dict(saved["rollouts"])
         self.budgets.load_state_dict(saved["budgets"])
         if self.rl.rollout.keep_states and self.rollouts.groups:

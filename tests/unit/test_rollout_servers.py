@@ -182,6 +182,22 @@ def test_a_server_that_others_change_ends_the_run(stub: CompletionStub) -> None:
     outside.pause()
 
 
+def test_a_server_that_comes_back_unable_is_told() -> None:
+    """Restarted without what a refresh needs: the cure, instead of samples that fail."""
+    stub = CompletionStub("vllm")
+    try:
+        outside, _, _, _ = shared(stub)
+        stub.restart()
+        stub.development = False
+        outside.submit(works(1))
+        with pytest.raises(UserError, match="VLLM_SERVER_DEV_MODE=1"):
+            finish(outside, {})
+        assert outside.counters()["given_up"] == 0
+        outside.pause()
+    finally:
+        stub.close()
+
+
 def test_a_server_that_is_busy_is_asked_again(stub: CompletionStub) -> None:
     outside = engine(stub)
     stub.statuses = [429, 408, 503]
