@@ -117,7 +117,7 @@ def test_layouts_generate_the_same(pool: Any, one_rank: dict[str, Any], name: st
     assert len(shares) == (replicas if replicas > 1 else 0)
     if replicas > 1:
         assert sum(shares) == results[0]["counters"]["generated_tokens"] == 110
-        assert min(shares) >= 0.6 * 110 / replicas
+        assert min(shares) >= 0.2 * 110 / replicas  # whole groups, of 1 to 4 samples
     assert (sum(found["bytes"] for found in results) > 0) == (size > 1)
 
 
