@@ -16,7 +16,7 @@ from pathlib import Path
 from k3train.config.load import load_recipe
 from k3train.config.parameters import parameter_count
 from k3train.config.rules_cluster import load_cluster
-from k3train.plan import anchors, picture, text
+from k3train.plan import anchors, own_runs, picture, text
 from k3train.plan.inventory import take_inventory
 from k3train.plan.memory import GIB
 from k3train.plan.plan import Plan, make_plan
@@ -77,6 +77,21 @@ def throughputs() -> str:
     return f"{markdown(head, rows)}\n\n{told}"
 
 
+def measured() -> str:
+    """Times of this program on a machine at hand, and what the planner says of them."""
+    rows = [
+        (
+            m.run.of,
+            f"{m.run.tokens:,}",
+            m.run.quoted,
+            f"{m.predicted:.3g} s",
+            f"{m.error:+.0%}",
+        )
+        for m in own_runs.compare_own()
+    ]
+    return markdown(("k3-tiny on one CPU rank", "Tokens", "Measured", "Predicted", "Error"), rows)
+
+
 def ladder() -> str:
     """One line a rung, then each plan as printed."""
     plans = [(rung, plan_of(rung)) for rung in LADDER]
@@ -125,7 +140,12 @@ def markdown_row(cells: tuple[str, ...]) -> str:
     return "| " + " | ".join(cells) + " |"
 
 
-PARTS: dict[str, Callable[[], str]] = {"sizes": sizes, "throughputs": throughputs, "ladder": ladder}
+PARTS: dict[str, Callable[[], str]] = {
+    "sizes": sizes,
+    "throughputs": throughputs,
+    "measured": measured,
+    "ladder": ladder,
+}
 
 
 def rewritten(document: str) -> str:

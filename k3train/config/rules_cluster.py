@@ -80,6 +80,7 @@ def check_cluster(cluster: ClusterConfig) -> None:
     for key, cure in (("latency_us", 20), ("launch_us", 4), ("storage_gbs", 0), ("reserved_gib", 4)):
         check_range(held, f"cluster.{key}", cure, least=0)
     check_range(held, "cluster.fast_domain", 8, least=1)
+    check_range(held, "cluster.max_over_mean", 1, least=1)
     if cluster.devices is not None:
         check_range(held, "cluster.devices", "null", least=1)
     for key in ("fp32", "bf16", "fp8"):
