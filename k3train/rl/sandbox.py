@@ -37,7 +37,8 @@ DEVICES = ("/dev/null", "/dev/zero", "/dev/urandom")
 
 @dataclass(frozen=True)
 class Limits:
-    """What a run may use; `folder_mib` is all of its files together. Output beyond `output_chars` is cut inside."""
+    """What a run may use; `folder_mib` is all of its files together. Output beyond `output_chars` is cut in the middle.
+    """
 
     seconds: float = 5.0
     memory_mib: int = 512
