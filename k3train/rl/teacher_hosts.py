@@ -53,17 +53,18 @@ class Shelf:
 
     def __init__(self, most: int) -> None:
         self._most, self.loads = most, 0
-        self._models: OrderedDict[Path, K3Model] = OrderedDict()
+        self._models: OrderedDict[Path, list[K3Model]] = OrderedDict()  # each as its chunks on this rank
 
     def __contains__(self, path: Path) -> bool:
         return path in self._models
 
-    def take(self, path: Path, load: Callable[[], K3Model]) -> K3Model:
-        """The model of a checkpoint."""
+    def take(self, path: Path, load: Callable[[], list[K3Model]]) -> list[K3Model]:
+        """The model of a checkpoint, as its chunks on this rank."""
         if path not in self._models:
             while len(self._models) >= self._most:
                 _, old = self._models.popitem(last=False)
-                old.to("meta")  # whatever still refers to it holds no memory
+                for chunk in old:
+                    chunk.to("meta")  # whatever still refers to it holds no memory
                 if torch.cuda.is_available():
                     torch.cuda.empty_cache()
             self._models[path] = load()
@@ -96,10 +97,10 @@ class LayoutHost:
         found = dict(zip(mine, token_logprobs(model, [rows[key] for key in mine])))
         return _joined(found, group)
 
-    def _load(self) -> K3Model:
-        (model,), _ = build_chunks(self._recipe, self._device, init=False)
-        fill(model, self._path)
-        return model.eval().requires_grad_(False)
+    def _load(self) -> list[K3Model]:
+        chunks, _ = build_chunks(self._recipe, self._device, init=False)
+        fill(chunks, self._path)
+        return [chunk.eval().requires_grad_(False) for chunk in chunks]
 
 
 class FrozenHost:

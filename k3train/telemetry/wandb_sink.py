@@ -49,6 +49,7 @@ _STEP_NAMES = {
     "policy_kl": "rl/policy_kl",
     "rollout_kl": "rl/rollout_kl",
     "rollout_logprob_difference": "rl/rollout_logprob_difference",
+    "fresh_share": "rl/fresh_share",
     "staleness": "rl/staleness",
     "staleness_max": "rl/staleness_max",
     "teacher_kl": "distill/teacher_kl",

@@ -407,6 +407,9 @@ LAYOUTS = {
     "ep2": (2, {"parallel__expert": 2}),
     "cp2": (2, {"parallel__context": 2}),
     "tp2_ep2": (4, {"parallel__tensor": 2, "parallel__expert": 2}),
+    "pp2": (2, {"parallel__pipeline": 2}),
+    "pp2_vpp2": (2, {"parallel__pipeline": 2, "parallel__virtual_pipeline": 2}),
+    "pp2_ep2": (4, {"parallel__pipeline": 2, "parallel__expert": 2}),
 }
 
 
@@ -424,6 +427,17 @@ def test_layouts_give_the_same_numbers(
         assert ours["loss"] == pytest.approx(one_rank["loss"], rel=1e-4, abs=1e-6)
         assert ours["grad_norm"] == pytest.approx(one_rank["grad_norm"], rel=1e-3)
         assert abs(ours["rollout_kl"]) < 1e-9
+        assert paused(ours) == paused(one_rank)
+        shares = [v for k, v in ours["rollout"].items() if k.startswith("generated_tokens_replica")]
+        assert len(shares) == {"tp2": 0, "tp2_ep2": 2, "pp2": 0, "pp2_vpp2": 0}.get(name, 2)
+        assert not shares or (min(shares) > 0 and sum(shares) == ours["rollout"]["generated_tokens"])
+    for ours, one_rank in zip(lines(tmp_path, "eval"), lines(clean[0], "eval"), strict=True):
+        assert ours["response_length"] == one_rank["response_length"]
+
+
+def paused(line: dict[str, Any]) -> tuple:
+    """Where generation paused."""
+    return tuple(line["rollout"][name] for name in ("paused", "resumed", "generated_tokens", "prefilled_tokens"))
 
 
 @pytest.mark.parametrize(
@@ -447,6 +461,25 @@ def test_layouts_give_the_same_numbers(
             {"rl__rollout": {"prompts": 2, "samples": 4, "engine": "openai", "url": "x", "replay_experts": True}},
             "servers do not",
         ),
+        (
+            {"rl__rollout": {"prompts": 2, "samples": 4, "engine": "openai", "url": "x", "keep_states": True}},
+            "rl.rollout.keep_states=true keeps states of the local engine",
+        ),
+        (
+            {"rl__objective": {"surrogate": "reinforce"}, "rl__rollout__finish_fraction": 0.5},
+            "try rl.objective.importance_cap=2",
+        ),
+        ({"rl__objective": {"importance_cap": 2.0}}, "surrogate=mask does not look at it"),
+        ({"rl__objective": {"task_reward": 1.0}}, "signal=outcome has none"),
+        (
+            {
+                "rl__effort": {"enabled": True},
+                "rl__objective": {"signal": "mopd"},
+                "rl__teachers": [{"checkpoint": "x"}],
+            },
+            "rl.effort.enabled=true overrides rewards",
+        ),
+        ({"rl__effort": {"enabled": True}}, "no task of rl.environments states an effort"),
         *[
             ({"rl__rollout": {"prompts": 2, "samples": 4, "engine": "openai", "url": "x", **rollout}, **more}, words)
             for rollout, more, words in (
