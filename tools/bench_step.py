@@ -229,6 +229,15 @@ def alone() -> None:
     name_rank(0, 1, port)
 
 
+def table(found: dict[str, Any]) -> list[str]:
+    """Lines of Markdown; seconds for one rank alone, since waiting for others takes no processor time to share out."""
+    if found["ranks"] > 1:
+        rows = [f"| {name} | {share:.1%} |" for name, share in found["shares"].items()]
+        return ["| Part, forward and backward | Share |", "|---|---|", *rows]
+    rows = [f"| {name} | {share:.1%} | {share * found['seconds']:.2f} |" for name, share in found["shares"].items()]
+    return ["| Part, forward and backward | Share | Seconds |", "|---|---|---|", *rows]
+
+
 def main() -> int:
     """Run the program; returns its exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -254,9 +263,7 @@ def main() -> int:
     read = f"random tokens: {reason}" if reason else "batches of its corpus"
     print(f"ranks: {args.ranks}{f', {layout}' if layout else ''}; {read}")
     print(f"{found['seconds']:.2f} s of processor time a step, {found['tokens_per_second']:.0f} tokens/s\n")
-    print("| Part, forward and backward | Share | Seconds |\n|---|---|---|")
-    for name, share in found["shares"].items():
-        print(f"| {name} | {share:.1%} | {share * found['seconds']:.2f} |")
+    print("\n".join(table(found)))
     if args.json:
         args.json.write_text(json.dumps(found, indent=2), encoding="utf-8")
     return 0

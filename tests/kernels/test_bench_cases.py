@@ -221,7 +221,7 @@ def test_a_form_that_takes_too_long_is_compared_and_not_timed() -> None:
 
 
 def test_a_compiled_form_is_compared_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of the tiny case, with what torch.compile makes of it; one that is wrong is not timed and fails the run."""
+    """Of the tiny case, with what torch.compile makes of it; one that is wrong is not timed, and is not our failure."""
     case = dataclasses.replace(named("RMSNorm"), forms=("compiled",), rivals=())
     makes = {"right": lambda f: f, "wrong": lambda f: lambda *x: f(*x) * 1.1, "broken": lambda f: lambda *x: 1 / 0}
     said = {}
@@ -233,7 +233,7 @@ def test_a_compiled_form_is_compared_too(monkeypatch: pytest.MonkeyPatch) -> Non
     assert said["broken"] == "fails: ZeroDivisionError: division by zero"
     table = bench.Table()
     table.add(case, "compiled", said["wrong"], bench.Roof(1, {"fp32": 1}))
-    assert table.wrong == [f"{case.name}, compiled: {said['wrong']}"]
+    assert (table.rows[0][2], table.timed, table.wrong) == (said["wrong"], {}, [])
 
 
 def test_the_roofline_is_the_longer_of_memory_and_products() -> None:

@@ -65,3 +65,13 @@ def test_every_part_is_a_class_of_the_model(single_rank: None, monkeypatch: pyte
     named_parts(model)
     assert {method for _, method, name in marked if name == HEAD} == {"forward", "_logits", "_loss"}
     assert {method for owner, method, _ in marked if owner.__name__ == "AttentionResidual"} == {"forward", "normed"}
+
+
+def test_seconds_are_shared_out_on_one_rank_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Waiting for another rank is time on the clock and none of the processor's."""
+    monkeypatch.syspath_prepend(str(TOOLS))
+    from bench_step import table
+
+    found = {"ranks": 1, "seconds": 2.0, "shares": {"KDA": 0.75, "communication": 0.25}}
+    assert table(found)[2:] == ["| KDA | 75.0% | 1.50 |", "| communication | 25.0% | 0.50 |"]
+    assert table({**found, "ranks": 2})[2:] == ["| KDA | 75.0% |", "| communication | 25.0% |"]
