@@ -69,12 +69,15 @@ class RolloutConfig:
     # Whether training sends each token to the experts that it went to in the rollout. Local engine only.
     replay_experts: bool = False
     url: str | None = None  # of the server, for openai: http://HOST:PORT
+    server: str = "k3train"  # its kind: k3train (`k3train serve`) | sglang | vllm
     model: str | None = None  # the name it serves; null: its first
     concurrency: int = 32  # requests at a time
     retries: int = 3  # of a request that fails, with growing pauses
     timeout_seconds: float = 60.0  # without a byte from the server
-    # How the server gets new weights: in_place (buckets over HTTP, to `k3train serve`) | disk (an
-    # exported folder that it reads, update_weights_from_disk) | none.
+    # How long a server that is down is waited for, with all samples kept; then the run ends. 0: not at all.
+    outage_minutes: float = 15.0
+    # How the server gets new weights: in_place (buckets over HTTP, to `k3train serve`) | disk (an exported folder that
+    # it reads) | none (it keeps those it was started with, which count as version 0).
     refresh: str = "in_place"
     refresh_experts: str = "bf16"  # disk: mxfp4 | bf16
     bucket_mib: int = 64  # in_place
@@ -87,8 +90,9 @@ class EnvironmentConfig:
     name: str = "single"  # single | python | judge | module:Class of your own
     tasks: str = "???"  # file of training tasks (tools/make_tasks.py; docs/rl.md)
     weight: float = 1.0  # share of prompts
-    # What counts, by weight: answer | format | unit_tests | noise. The reward is the weighted sum; empty: answer alone.
-    # The default is empty because maps are merged: one of {answer: 1} would stay in whatever a recipe asks for.
+    # What counts, by weight: answer | format | unit_tests | noise | judge (of environments that judge, which have to
+    # name it). The reward is the weighted sum; empty: answer alone, or judge alone where there is one. The default is
+    # empty because maps are merged: one of {answer: 1} would stay in whatever a recipe asks for.
     rewards: dict[str, float] = field(default_factory=dict)
     timeout_seconds: float = 30.0  # of one step; then the sample counts as failed
     options: dict[str, Any] = field(default_factory=dict)  # given to the class

@@ -120,7 +120,12 @@ def _parsed(key: str, text: str) -> Any:
 
 
 def _set(merged: Any, key: str, value: Any, where: str) -> None:
-    known = _keys()
+    known, shown = _keys(), "null" if value is None else value
+    if parts := [name.removeprefix(f"{key}.") for name in known if name.startswith(f"{key}.")]:
+        raise UserError(
+            f"cluster.{key}={shown} in {where} has the wrong type: it is a section; allowed: {', '.join(parts)} under"
+            f" it, each a number; try cluster.{key}.{parts[0]}=..., or leave the section out"
+        )
     if key not in known:
         near = closest(key, known)
         hint = f"; try cluster.{near}" if near else ""
@@ -131,5 +136,5 @@ def _set(merged: Any, key: str, value: Any, where: str) -> None:
         wanted = {"name": "text", "device": "text", "kind": "cuda or cpu", "devices": "a whole number or null"}
         allowed = wanted.get(key, "a whole number" if key == "fast_domain" else "a number")
         raise UserError(
-            f"cluster.{key}={value} in {where} has the wrong type; allowed: {allowed}; try to correct it"
+            f"cluster.{key}={shown} in {where} has the wrong type; allowed: {allowed}; try to correct it"
         ) from error

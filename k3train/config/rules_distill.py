@@ -55,7 +55,7 @@ def _check_host(config: RecipeConfig, where: str, host: str) -> None:
                 f"parallel.{name}",
                 f"cannot hold a teacher of {where}.host={host}",
                 "1, or a teacher behind a server",
-                f"parallel.{name}=1, or {where}.url=http://HOST:PORT",
+                f"parallel.{name}=1, or {where}.checkpoint=null {where}.url=http://HOST:PORT",
             )
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from k3train.config.rules import check_choice, check_range, refuse
 from k3train.config.rules_distill import check_teachers
+from k3train.config.rules_rollout_server import SERVERS, check_server
 from k3train.config.schema import RecipeConfig
 from k3train.errors import UserError
 
@@ -18,12 +19,14 @@ CHOICES = {
     "rl.objective.normalization": ("token", "group", "sequence"),
     "rl.objective.signal": ("outcome", "mopd"),
     "rl.rollout.engine": ("local", "openai"),
+    "rl.rollout.server": SERVERS,
     "rl.rollout.refresh": ("in_place", "disk", "none"),
     "rl.rollout.refresh_experts": ("bf16", "mxfp4"),
     "rl.effort.counts": ("thinking", "output"),
 }
 EFFORTS = ("low", "high", "max")
 REWARDS = ("answer", "format", "unit_tests", "noise")  # k3train/rl/rewards.py
+JUDGE = "judge"  # of environments that judge, k3train/rl/environments.py
 # key: (cure, bounds)
 RANGES: dict[str, tuple[float, dict[str, float]]] = {
     "rl.objective.regularizer": (0.02, {"least": 0}),
@@ -45,6 +48,7 @@ RANGES: dict[str, tuple[float, dict[str, float]]] = {
     "rl.rollout.concurrency": (32, {"least": 1, "most": 4096}),
     "rl.rollout.retries": (3, {"least": 0}),
     "rl.rollout.timeout_seconds": (60, {"above": 0}),
+    "rl.rollout.outage_minutes": (15, {"least": 0}),
     "rl.rollout.bucket_mib": (64, {"least": 1, "most": 512}),
     "rl.effort.samples": (4, {"least": 1}),
     "rl.effort.least": (8, {"least": 1}),
@@ -122,9 +126,10 @@ def _check_sources(config: RecipeConfig) -> None:
 
 def _check_rewards(where: str, weights: Mapping[str, float]) -> None:
     for name, weight in weights.items():
-        if name not in REWARDS:
+        if name not in (*REWARDS, JUDGE):
             raise UserError(
-                f"{where} has {name}, which does not exist; allowed: {', '.join(REWARDS)}, with a weight each; try"
+                f"{where} has {name}, which does not exist; allowed: {', '.join(REWARDS)}, with a weight each, and"
+                f" {JUDGE} where answers are judged; try"
                 " {answer: 1.0}"
             )
         if not math.isfinite(weight):
@@ -176,13 +181,7 @@ def _check_batch(config: RecipeConfig) -> None:
 def _check_engine(config: RecipeConfig) -> None:
     rollout, parallel = config.rl.rollout, config.parallel
     if rollout.engine == "openai":
-        if rollout.replay_experts:
-            why = "needs the experts of each token, which servers do not tell"
-            raise refuse(config, "rl.rollout.replay_experts", why, "false", "rl.rollout.replay_experts=false")
-        if not rollout.url:
-            raise refuse(
-                config, "rl.rollout.url", "names no server", "http://HOST:PORT", "rl.rollout.url=http://127.0.0.1:8000"
-            )
+        check_server(config)
         return
     if parallel.pipeline > 1:
         raise refuse(

@@ -186,9 +186,10 @@ class Activations:
         # A grouped product keeps no input beside weights that do not learn; the CPU's keeps it in any case.
         inputs = 0 if self.cuda and self.config.lora.enabled else latent + width
         kept = n * ((inputs + self._activation() * width) * self.e + 4)
-        # What the weights multiply, in fp32. The activation that weighs as well keeps its input and the weights alone.
+        # What the weights multiply: as it is, or in plain PyTorch in fp32. The activation that weighs as well keeps its
+        # input and the weights alone.
         if moe.weight_placement == "after_w2":
-            kept += n * latent * 4
+            kept += n * latent * (self.e if self.lean else 4)
         elif not self.lean:
             kept += n * width * 4
         return index + kept

@@ -23,6 +23,8 @@ def run(arguments: argparse.Namespace) -> int:
         raise UserError(f"k3train plan runs as one process, and a launcher started {started}; start it by itself")
     for path in (arguments.picture, arguments.json):
         _check_writable(path)
+    if arguments.top is not None and not arguments.search:
+        raise UserError(f"--top {arguments.top} says how many layouts --search lists; add --search, or leave --top out")
     overrides, cluster_name, changes = split_overrides(arguments.overrides)
     config = load_recipe(overrides, arguments.config_dir)
     if config.stage.name == "draft":

@@ -29,6 +29,7 @@ from k3train.plan.volumes import (
 from k3train.plan.work import ZERO, Practice, Seconds, Work
 from k3train.telemetry.flops import model_flops
 
+# Guessed: twice the 30 and 24 bytes of state, gradient and weight that an update has to move, for temporaries.
 _ADAMW_PASSES, _MUON_PASSES = 60, 48  # bytes read and written an element by their elementwise kernels, roughly
 
 

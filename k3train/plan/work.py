@@ -17,12 +17,13 @@ from k3train.plan import adapters, balancing, extras
 from k3train.plan.activations import fused_loss
 from k3train.plan.links import Links
 
+# What each figure below rests on (guessed, derived, calibrated) is tabled in docs/planner.md, "Assumed constants".
 # fla's KDA forward moves this many times its inputs and output over the memory bus in the time it takes: from 2.327 ms
 # (GB200, 8 TB/s) and 4.84 ms (H20, 4 TB/s) for 8,192 tokens of 96 heads of 128, both of FlashKDA's published table.
 KDA_PASSES = 19.0
-KDA_BACKWARD = 2.5  # times the forward; assumed
-ATTENTION_BACKWARD = 2.5  # five products instead of two
-# Times that one kernel of the residual mixture reads its sources; assumed: logits, softmax and sum in one pass.
+KDA_BACKWARD = 2.5  # times the forward; guessed: no published timing of a backward
+ATTENTION_BACKWARD = 2.5  # derived: five products instead of two
+# Times that one kernel of the residual mixture reads its sources; derived: logits, softmax and sum in one pass.
 MIX_PASSES = 1.0
 # Parts that a layer that is run again does not repeat: its backward mixes again in any case, and statistics are taken
 # in one of the two passes.
@@ -88,7 +89,7 @@ class Work:
         return Seconds(once, once if self.config.lora.enabled else 2 * once)
 
     def _moved(self, size: float, backward: float = 2.0) -> Seconds:
-        """Elementwise kernels that read and write `size` bytes forward."""
+        """Elementwise kernels that read and write `size` bytes forward, and backward (guessed) twice as many."""
         once = size / (self.cluster.memory_gbs * 1e9 * self.cluster.efficiency.memory)
         return Seconds(once, backward * once)
 
@@ -111,6 +112,7 @@ class Work:
         size = 5 * width * self.e * t * KDA_PASSES
         raw = size / (self.cluster.memory_gbs * 1e9)  # the calibration took the whole bandwidth
         if self.cluster.kind == "cpu":
+            # Guessed: the chunked form does about four times the products of the recurrent one.
             raw = max(raw, self._product(4 * attention * t).forward)
         found["KDA"] = Seconds(raw, KDA_BACKWARD * raw)
         found["elementwise"] = self._moved(t * (12 * width + 4 * h) * self.e)  # convolutions, gate, norms

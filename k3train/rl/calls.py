@@ -50,9 +50,13 @@ class Calls:
         self._until(lambda: all(call.ended for call in calls))
         return [call.result for call in calls]
 
-    def wait_any(self, calls: Sequence[Call]) -> None:
-        """Return once one of these has ended."""
-        self._until(lambda: any(call.ended for call in calls))
+    def ended(self, calls: Sequence[Call], seconds: float) -> bool:
+        """Whether all of these have ended, after at most `seconds`."""
+        return self._until(lambda: all(call.ended for call in calls), seconds)
+
+    def any_ended(self, calls: Sequence[Call], seconds: float) -> bool:
+        """Whether one of these has ended, after at most `seconds`."""
+        return self._until(lambda: any(call.ended for call in calls), seconds)
 
     def run(self, actions: Sequence[Callable[[], Any]], seconds: float = math.inf) -> list[Any]:
         """Results in order; an exception, TimeoutError among them, stands in for its call's result."""
@@ -63,12 +67,15 @@ class Calls:
         with self._changed:
             self._expire()
 
-    def _until(self, holds: Callable[[], bool]) -> None:
+    def _until(self, holds: Callable[[], bool], seconds: float = math.inf) -> bool:
+        until = time.monotonic() + seconds
         with self._changed:
             while True:
-                left = self._expire()
+                left = min(self._expire(), max(0.0, until - time.monotonic()))
                 if holds():
-                    return
+                    return True
+                if time.monotonic() >= until:
+                    return False
                 self._changed.wait(None if left == math.inf else left)
 
     def _expire(self) -> float:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -25,6 +25,14 @@ class Step:
     info: dict[str, float] = field(default_factory=dict)  # numbers to average, such as tool_errors
 
 
+@dataclass(frozen=True)
+class Judgement:
+    """What comparing the samples of a prompt gave: a reward for each, and counts that metrics sum over groups."""
+
+    rewards: Sequence[float]
+    info: Mapping[str, float] = field(default_factory=dict)
+
+
 class Environment:
     """Single-turn tasks, and the base of others: override `step`, and `conversation` where tools are declared.
 
@@ -35,6 +43,8 @@ class Environment:
         reward: of the finished sample.
         options: of the recipe, for classes of your own.
     """
+
+    judge_weight = 1.0  # what `judge_group` gives counts by this; `judge` among the recipe's rewards
 
     # Whether `judge_group` keeps time limits of its own; else it has `timeout_seconds`, as a step has.
     limits_judging = False
@@ -60,8 +70,12 @@ class Environment:
         """
         return type(self).step is Environment.step
 
-    def judge_group(self, task: Task, answers: Sequence[Completion]) -> list[float] | None:
-        """Rewards of the K finished samples of a prompt by comparing them, or None to keep those of `step`."""
+    def judge_group(self, task: Task, answers: Sequence[Completion]) -> Sequence[float] | Judgement | None:
+        """What comparing the K finished samples of a prompt adds to their rewards, or None for nothing.
+
+        Times `judge_weight` it is added to the reward of `step`, but not to one that a budget has overridden. `answers`
+        are the last messages of the samples that did not fail.
+        """
         return None
 
 
@@ -79,7 +93,8 @@ PYTHON_TOOL = {
 class PythonEnvironment(Environment):
     """Tasks with a tool `python(code)`, in a process of its own. After `max_turns` messages the last counts.
 
-    Options: `max_turns` (4), and those of `Limits`: `seconds`, `memory_mib`, `file_mib`, `open_files`, `output_chars`.
+    Options: `max_turns` (4), and those of `Limits`: `seconds`, `memory_mib`, `file_mib`, `folder_mib`, `open_files`,
+    `output_chars`.
     """
 
     def __init__(self, reward: Reward, max_turns: int = 4, **limits: Any) -> None:
@@ -123,6 +138,7 @@ class PythonEnvironment(Environment):
         return ran.output or "(nothing printed)", ran.status != "ok"
 
 
+JUDGE = "judge"  # among the rewards of an environment: what its `judge_group` gives
 KINDS: dict[str, type[Environment]] = {"single": Environment, "python": PythonEnvironment}
 
 
@@ -133,10 +149,33 @@ def make_environment(config: EnvironmentConfig) -> Environment:
         UserError: it does not exist, or does not take these options.
     """
     kind = KINDS.get(config.name) or _own({"judge": "k3train.rl.judge:JudgedEnvironment"}.get(config.name, config.name))
+    reward, judge_weight = _rewards_of(config, kind.judge_group is not Environment.judge_group)
     try:
-        return kind(weighted(config.rewards), **config.options)
+        made = kind(reward, **config.options)
     except TypeError as error:
         raise UserError(f"rl.environments: {config.name} cannot be made ({error}); correct its options") from error
+    made.judge_weight = judge_weight
+    return made
+
+
+def _rewards_of(config: EnvironmentConfig, judges: bool) -> tuple[Reward, float]:
+    """The reward of a step, and the weight of what judging adds. One that judges is worth that alone by default."""
+    rewards = dict(config.rewards)
+    if not judges:
+        if JUDGE in rewards:
+            raise UserError(f"rl.environments: {config.name} judges nothing; leave `{JUDGE}` out of its rewards")
+        return weighted(rewards), 1.0
+    if rewards and JUDGE not in rewards:
+        raise UserError(
+            f"rl.environments: the rewards of {config.name} are {', '.join(rewards)}, which leaves out what it judges;"
+            f" name `{JUDGE}` with a weight (0 to leave it out), such as {{{JUDGE}: 1.0, format: 0.1}}"
+        )
+    judge_weight = float(rewards.pop(JUDGE, 1.0))
+    return (weighted(rewards) if rewards else _nothing), judge_weight
+
+
+def _nothing(task: Task, turns: Sequence[Completion], seed: int) -> float:
+    return 0.0
 
 
 def _own(name: str) -> type[Environment]:

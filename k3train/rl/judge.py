@@ -7,6 +7,7 @@ sigma times a reference length loses without being read.
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from collections.abc import Callable, Sequence
@@ -15,10 +16,11 @@ from functools import partial
 from itertools import combinations
 from typing import Any
 
+from k3train.data.chat.messages import Message
 from k3train.data.chat.parse import Completion
 from k3train.errors import UserError
 from k3train.rl.calls import Calls
-from k3train.rl.environments import Environment
+from k3train.rl.environments import Environment, Judgement
 from k3train.rl.rewards import Reward
 from k3train.rollout.client import CompletionClient, ServerFailedError, ServerRefusedError
 from k3train.rollout.sampling import SamplingConfig
@@ -27,7 +29,8 @@ from k3train.rollout.tasks import Task
 Ask = Callable[[str], str]  # a prompt, the judge's text
 
 _PROMPT = """\
-Two answers to one question are to be compared.
+Two answers to one question are to be compared. Where the question is a conversation, with roles in brackets, they are
+two ways to go on after its last message.
 
 Question:
 {question}
@@ -56,17 +59,44 @@ class Verdict:
     scorepad: tuple[tuple[str, float, float], ...] = ()
 
 
-Game = Callable[[], Verdict | None]
+Game = Callable[[], Any]  # a Verdict, None where the judge's text gives none, or what stands for a failure
 
 
 @dataclass
 class Outcome:
-    """Of a tournament: the share of its games that each answer won, which were vetoed, and what went wrong."""
+    """Of a tournament: the share of its games that each answer won, which were vetoed, and what went wrong.
+
+    `failures` are games without a text of the judge, `draws` those whose text gives no verdict; both count half for
+    either side. A veto decides games unplayed.
+    """
 
     rewards: list[float]
     vetoed: list[bool]
     verdicts: list[tuple[int, int, Verdict]] = field(default_factory=list)
     failures: int = 0
+    draws: int = 0
+
+    @property
+    def info(self) -> dict[str, float]:
+        """Counts for the metrics: games that were played, of them failed and drawn ones, and vetoed answers."""
+        return {
+            "games": len(self.verdicts) + self.failures + self.draws,
+            "failed_games": self.failures,
+            "draws": self.draws,
+            "vetoes": sum(self.vetoed),
+        }
+
+
+class NoVerdictError(TimeoutError):
+    """Not a single game of a tournament gave a verdict, so that the rewards would say nothing."""
+
+    def __init__(self, outcome: Outcome) -> None:
+        self.info = outcome.info
+        failed = f"{outcome.failures} failed, of {outcome.draws} the judge's text gives none"
+        super().__init__(f"the judge gave no verdict in {self.info['games']} games: {failed}")
+
+
+_FAILED = object()  # the result of a game without a text
 
 
 def read_verdict(text: str, swapped: bool = False) -> Verdict | None:
@@ -88,7 +118,7 @@ def read_verdict(text: str, swapped: bool = False) -> Verdict | None:
     return Verdict(winner, tuple(scores))
 
 
-def in_turn(games: Sequence[Game]) -> list[Verdict | None]:
+def in_turn(games: Sequence[Game]) -> list[Any]:
     """One game after the other."""
     return [game() for game in games]
 
@@ -132,21 +162,23 @@ def tournament(
         if isinstance(verdict, Verdict):
             outcome.verdicts.append((i, j, verdict))
             won[(i, j)[verdict.winner]] += 1
-        else:
-            outcome.failures += 1
-            won[i] += 0.5
-            won[j] += 0.5
+            continue
+        failed = verdict is _FAILED or isinstance(verdict, TimeoutError)
+        outcome.failures += failed
+        outcome.draws += not failed
+        won[i] += 0.5
+        won[j] += 0.5
     games = (len(answers) - 1) * len(orders)  # of each answer
     outcome.rewards = [w / games if games else 0.0 for w in won]
     return outcome
 
 
-def _play(question: str, first: str, second: str, ask: Ask, swapped: bool) -> Verdict | None:
+def _play(question: str, first: str, second: str, ask: Ask, swapped: bool) -> Any:
     a, b = (second, first) if swapped else (first, second)
     try:
         return read_verdict(ask(_PROMPT.format(question=question, a=a, b=b)), swapped)
     except (ServerFailedError, ServerRefusedError, OSError, LookupError, TypeError):
-        return None
+        return _FAILED
 
 
 class JudgedEnvironment(Environment):
@@ -154,8 +186,8 @@ class JudgedEnvironment(Environment):
 
     Options: `url` and `model` of the judge's server; `max_tokens` (1024), `temperature` (0); `sigma` (0: no length
     veto), times the length of the task's reference answer; `both_orders` (true); `concurrency` (8), games at a time
-    over all groups; `timeout_seconds` (60) of each game. An answer that breaks the chat format is worth 0 and does not
-    play.
+    over all groups; `timeout_seconds` (60) of each game. An answer that breaks the chat format is worth 0 to the judge
+    and does not play. What the recipe's `rewards` name besides `judge` is added.
     """
 
     limits_judging = True  # game by game: how long a tournament takes depends on the number of answers
@@ -187,24 +219,24 @@ class JudgedEnvironment(Environment):
         self._sampling = SamplingConfig(max_tokens, temperature)
         self._sigma, self._both = sigma, both_orders
 
-    def judge_group(self, task: Task, answers: Sequence[Completion]) -> list[float] | None:
+    def judge_group(self, task: Task, answers: Sequence[Completion]) -> Judgement:
         """Rewards by tournament.
 
         Raises:
-            TimeoutError: not a single game could be judged, so the rewards would say nothing.
+            NoVerdictError: not a single game could be judged.
         """
         playing = [i for i, answer in enumerate(answers) if answer.complete]
         if len(playing) < 2:
-            return [float(i in playing) for i in range(len(answers))]
+            return Judgement([float(i in playing) for i in range(len(answers))])
         most = self._sigma * len(task.answer) if self._sigma else None
         texts = [answers[i].response for i in playing]
         outcome = tournament(question_of(task), texts, self._ask, most, self._both, self._play)
-        if outcome.failures and not outcome.verdicts:
-            raise TimeoutError(f"the judge gave no verdict in {outcome.failures} games")
-        rewards: list[Any] = [0.0] * len(answers)
+        if outcome.info["games"] and not outcome.verdicts:
+            raise NoVerdictError(outcome)
+        rewards = [0.0] * len(answers)
         for i, reward in zip(playing, outcome.rewards):
             rewards[i] = reward
-        return rewards
+        return Judgement(rewards, outcome.info)
 
     def _play(self, games: Sequence[Game]) -> list[Any]:
         return self._calls.run(games, self._seconds)
@@ -214,6 +246,22 @@ class JudgedEnvironment(Environment):
 
 
 def question_of(task: Task) -> str:
-    """The text of the last message of the user."""
-    said = [message for message in task.conversation.messages if message["role"] == "user"]
-    return "\n".join(said[-1]["content"]) if said else ""
+    """What the answers answer, as a judge reads it: the text of a single question, else all messages with their roles.
+
+    Thinking is left out; calls of tools and their results are not.
+    """
+    messages = task.conversation.messages
+    if len(messages) == 1:
+        return _text(messages[0])
+    parts = []
+    for message in messages:
+        name = message.get("tool") or message.get("name")
+        calls = [f"calls {c.name} with {c.raw or json.dumps(c.arguments)}" for c in message.get("tool_calls") or ()]
+        said = [text for text in (_text(message), *calls) if text]
+        parts.append("\n".join([f"[{message['role']}{f' {name}' if name else ''}]", *said]))
+    return "\n\n".join(parts)
+
+
+def _text(message: Message) -> str:
+    content = message["content"]
+    return content if isinstance(content, str) else "\n".join(content)

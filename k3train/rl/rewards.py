@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from k3train.data.chat.parse import Completion
 from k3train.errors import UserError
-from k3train.rl.sandbox import Limits, run_python
+from k3train.rl.unit_tests import passes
 from k3train.rollout.tasks import Task
 
 Reward = Callable[[Task, Sequence[Completion], int], float]  # the task, all turns, a seed of the sample
@@ -28,19 +28,13 @@ def well_formed(task: Task, turns: Sequence[Completion], seed: int) -> float:
 def unit_tests(task: Task, turns: Sequence[Completion], seed: int) -> float:
     """The share of the task's tests that hold for the program of the response: its last fenced block, or all of it.
 
-    The tests are the lines of the task's `answer`, each a statement that fails by raising. Each runs in a process of
-    its own, so that an answer cannot spoil the ones behind it, and passes only if its end is reached: a word that the
-    program is not told has to be printed last.
+    The tests are the lines of the task's `answer`, each a statement that fails by raising. Each runs against a fresh
+    process of the program, from a process that the program cannot reach (`unit_tests.py`).
     """
     fenced = _FENCED.findall(turns[-1].response)
     program = fenced[-1] if fenced else turns[-1].response
     tests = [line for line in task.answer.splitlines() if line.strip()]
-    passed = 0
-    for number, test in enumerate(tests):
-        word = hashlib.sha256(f"{seed} {number} {test}".encode()).hexdigest()
-        ran = run_python(f"{program}\n{test}\nprint({word!r})", Limits())
-        passed += ran.status == "ok" and ran.output.rstrip().endswith(word)
-    return passed / len(tests) if tests else 0.0
+    return sum(passes(program, test) for test in tests) / len(tests) if tests else 0.0
 
 
 def noise(task: Task, turns: Sequence[Completion], seed: int) -> float:

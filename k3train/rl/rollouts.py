@@ -12,7 +12,7 @@ import math
 import random
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -20,14 +20,19 @@ from k3train.config.rl import RLConfig
 from k3train.data.chat.messages import Conversation
 from k3train.data.chat.parse import Completion
 from k3train.errors import UserError
-from k3train.rl.calls import Calls
+from k3train.rl.calls import Call, Calls
 from k3train.rl.chat import ChatFormat
-from k3train.rl.environments import Environment, Step
+from k3train.rl.checks import Outcome, failed_info, judgement_of, sentence
+from k3train.rl.environments import Environment, Judgement
 from k3train.rl.sources import Source
-from k3train.rl.steps import Agree, Answer, Message, Question, Steps
+from k3train.rl.steps import Agree, Answer, InTouch, Message, Question, Steps
 from k3train.rl.trajectory import Group, Trajectory
 from k3train.rollout.engine import Engine, Piece, Work
 from k3train.rollout.sampling import SamplingConfig
+from k3train.rollout.tasks import Task
+
+# Of a group: rewards, a sentence where judging failed, or None to keep those of the steps; and counts.
+_Verdicts = tuple[Sequence[float] | str | None, Mapping[str, float]]
 
 
 @functools.lru_cache(maxsize=32)
@@ -61,7 +66,7 @@ class Rollouts:
         budget: Callable[[int, int, int], float | None] = lambda *_: None,
     ) -> None:
         self.config, self.sources, self.chat, self.seed = config, sources, chat, seed
-        self.max_context, self._agree, self._budget = max_context, agree, budget
+        self.max_context, self._budget = max_context, budget
         # Told of a group when its last sample ends, while others go on. Rewards may still be missing, or change.
         self.on_done: Callable[[Group], None] = lambda group: None
         self.groups: list[Group] = []  # begun and not trained on yet, oldest first
@@ -71,7 +76,10 @@ class Rollouts:
         self._step: Counter[str] = Counter()
         self._calls = Calls(config.rollout.environment_workers)
         lag = config.rollout.environment_lag if config.rollout.engine == "local" else None
-        self._steps = Steps(self._calls, agree, lag)
+        # Told, on every rank, that something came or was waited for: how long all of it takes is no hang.
+        self.on_progress: Callable[[], None] = lambda: None
+        self.touch, self._last_progress = InTouch(agree, self._progress), 0.0
+        self._steps = Steps(self._calls, self.touch, lag, self._encode)
         self._told: set[int] = set()  # groups that `on_done` knows of
         rollout = config.rollout
         self._sampling = SamplingConfig(
@@ -103,6 +111,8 @@ class Rollouts:
         self._told.clear()
         while True:
             pieces = engine.poll()
+            if pieces:
+                self._progress()
             self._take(engine, index, pieces)
             more = self._go_on(engine, self._steps.take(idle=not pieces))
             if more:
@@ -116,6 +126,13 @@ class Rollouts:
         self._judge(ready)
         self._count(engine, before, time.perf_counter() - started)
         return ready
+
+    def _progress(self) -> None:
+        """As often as needed: a watchdog that is told has a thread to start."""
+        now = time.monotonic()
+        if now - self._last_progress >= self.touch.seconds:
+            self._last_progress = now
+            self.on_progress()
 
     def metrics(self) -> dict[str, float]:
         """Of the last `collect`: counts, and totals of failures since the start."""
@@ -164,7 +181,7 @@ class Rollouts:
         self._positions[number] += 1
         epoch, place = divmod(position, len(source.tasks))
         task = _order(f"tasks {self.seed} {number} {epoch}", len(source.tasks))[place]
-        prompt = list(self.prompt(source.environment.conversation(source.tasks[task])))
+        prompt = self._prompt_of(number, source.tasks[task])
         if len(prompt) >= self.max_context:
             raise UserError(
                 f"rl.environments.{number}: the prompt of task {source.tasks[task].id} has {len(prompt)} tokens, which"
@@ -172,6 +189,17 @@ class Rollouts:
             )
         samples = [Trajectory() for _ in range(self.config.rollout.samples)]
         return Group(uid, number, task, prompt, version, samples, self._budget(number, task, version))
+
+    def _prompt_of(self, number: int, task: Task) -> list[int]:
+        """Without a prompt there is no sample that could count as failed, so that ends the run, with a sentence."""
+        environment = self.sources[number].environment
+        try:
+            return list(self.prompt(environment.conversation(task)))
+        except Exception as error:
+            raise UserError(
+                f"rl.environments.{number}: {type(environment).__name__}.conversation makes no prompt of task {task.id}"
+                f" ({sentence(error)}); correct it, or leave the task out"
+            ) from error
 
     def _room(self, group: Group, sample: Trajectory) -> int:
         """Tokens that the sample may still grow by."""
@@ -231,11 +259,15 @@ class Rollouts:
             return Question(functools.partial(_raise, error), source.seconds, last=True)
         return Question(functools.partial(source.environment.step, task, turns, seed), source.seconds, last)
 
+    def _encode(self, group: Group, messages: Sequence[dict[str, Any]]) -> tuple[int, ...]:
+        """What an environment says, as the samples of the group read it."""
+        return self.chat.reply(messages, self.sources[group.environment].tasks[group.task].conversation.thinking)
+
     def _seed_of(self, group: Group, number: int) -> int:
         digest = hashlib.sha256(f"{self.seed} {group.uid} {number}".encode()).digest()
         return int.from_bytes(digest[:6], "little")
 
-    def _apply(self, message: Message, outcome: Step | str) -> None:
+    def _apply(self, message: Message, outcome: Outcome | str) -> None:
         group, sample = message.group, message.sample
         if isinstance(outcome, str):
             self._fail(sample, outcome, "environment_timeout" if outcome.startswith("Timeout") else "environment")
@@ -243,11 +275,10 @@ class Rollouts:
         for name, value in outcome.info.items():
             sample.info[name] = sample.info.get(name, 0.0) + value
         if outcome.reward is not None:
-            sample.finish, sample.reward = message.finish, float(outcome.reward)
+            sample.finish, sample.reward = message.finish, outcome.reward
             self._hold_to_budget(group, sample)
             return
-        thinking = self.sources[group.environment].tasks[group.task].conversation.thinking
-        sample.reply(self.chat.reply(outcome.messages, thinking))
+        sample.reply(outcome.reply)
         if self._room(group, sample) <= 0:
             # The last word was the environment's: no answer came of it.
             del sample.tokens[sample.turns[-1][1] :], sample.logprobs[sample.turns[-1][1] :]
@@ -283,17 +314,31 @@ class Rollouts:
                 asked.append((group, whole))
         if not asked:
             return
-        for (_, whole), judged in zip(asked, self._agree(lambda: self._verdicts(asked))):
+        for (group, whole), (judged, counts) in zip(asked, self._verdicts(asked)):
+            weight = self.sources[group.environment].environment.judge_weight
+            for name, count in counts.items():
+                self._step[f"judge_{name}"] += count
+                self.totals[f"judge_{name}"] += count
             if isinstance(judged, str):
                 for sample in whole:
                     self._fail(sample, judged, "judge")
             elif judged is not None:
                 for sample, reward in zip(whole, judged, strict=True):
                     if not sample.over_budget:
-                        sample.reward = float(reward)
+                        sample.reward += weight * reward
 
-    def _verdicts(self, asked: Sequence[tuple[Group, list[Trajectory]]]) -> list[list[float] | str | None]:
+    def _verdicts(self, asked: Sequence[tuple[Group, list[Trajectory]]]) -> list[_Verdicts]:
         """Of each group its rewards; a sentence where judging fails."""
+        calls: list[Call] = []
+
+        def action(seconds: float) -> list[_Verdicts] | None:
+            if not calls:
+                calls.extend(self._start_judging(asked))
+            return self._judged(asked, calls) if self._calls.ended(calls, seconds) else None
+
+        return self.touch.wait(action)
+
+    def _start_judging(self, asked: Sequence[tuple[Group, list[Trajectory]]]) -> list[Call]:
         calls = []
         for group, whole in asked:
             source = self.sources[group.environment]
@@ -301,7 +346,18 @@ class Rollouts:
             call = functools.partial(source.environment.judge_group, source.tasks[group.task], answers)
             limit = math.inf if source.environment.limits_judging else source.seconds
             calls.append(self._calls.start(call, limit))
-        return [f"{type(r).__name__}: {r}" if isinstance(r, Exception) else r for r in self._calls.wait(calls)]
+        return calls
+
+    @staticmethod
+    def _judged(asked: Sequence[tuple[Group, list[Trajectory]]], calls: Sequence[Call]) -> list[_Verdicts]:
+        found: list[_Verdicts] = []
+        for (_, whole), call in zip(asked, calls):
+            judged = judgement_of(call.result, len(whole))
+            if isinstance(judged, Judgement):
+                found.append((judged.rewards, judged.info))
+            else:
+                found.append((judged, failed_info(call.result)))
+        return found
 
     def _enough(self, target: int, version: int) -> bool:
         """Whether generation may pause. What is over counts, with its reward or without."""

@@ -6,6 +6,7 @@ import hashlib
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from k3train.config.rl import EnvironmentConfig, RLConfig
 from k3train.config.schema import RecipeConfig, to_plain
@@ -111,6 +112,14 @@ def fingerprint(config: RLConfig, sources: list[Source], tokenizer: Tokenizer) -
             [(task.id, task.family, task.answer, task.check, repr(task.conversation.messages)) for task in s.tasks]
             for s in sources
         ],
+        *_extras(sources),
         *([] if config.show_effort else ["efforts are not shown"]),
     ]
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def _extras(sources: list[Source]) -> list[Any]:
+    """Other columns of tasks, of environments that may read them: those of this package do not, nor did older runs."""
+    read = [s for s in sources if not type(s.environment).__module__.startswith("k3train.")]
+    extras = [[task.extra for task in s.tasks] for s in read]
+    return [extras] if any(any(some) for some in extras) else []

@@ -8,17 +8,42 @@ polls, and not by when they come.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from k3train.rl.calls import Call, Calls
-from k3train.rl.environments import Step
+from k3train.rl.checks import Outcome, outcome_of
 from k3train.rl.trajectory import Group, Trajectory
 from k3train.rollout.engine import Key
 
 Agree = Callable[[Callable[[], Any]], Any]
+
+
+class InTouch:
+    """Ranks of which one waits, for a program or a server: every few seconds it says so to the others.
+
+    Else they would sit in one collective for as long as it takes, which ends a run after `run.timeout_minutes`, and
+    none would tell its watchdog anything. What is waited for has time limits of its own.
+
+    Args:
+        agree: runs a function on the rank that waits and gives its result to all.
+        beat: called on every rank, after each round.
+    """
+
+    seconds = 10.0  # of a round
+
+    def __init__(self, agree: Agree, beat: Callable[[], None] = lambda: None) -> None:
+        self.agree, self._beat = agree, beat
+
+    def wait(self, action: Callable[[float], Any]) -> Any:
+        """What `action` returns once that is not None; it is called anew until then, and has the seconds of a round."""
+        while (found := self.agree(lambda: action(self.seconds))) is None:
+            self._beat()
+        self._beat()
+        return found
 
 
 @dataclass(eq=False)
@@ -50,7 +75,7 @@ class Question:
     last: bool
 
 
-Answer = tuple[Message, Step | str]  # a sentence where the environment failed
+Answer = tuple[Message, Outcome | str]  # a sentence where the environment failed
 
 
 class Steps:
@@ -62,12 +87,19 @@ class Steps:
 
     Args:
         calls: the threads that environments run in; one rank's are used.
-        agree: runs a function on that rank and gives its result to all.
+        touch: runs a function on that rank and gives its result to all.
         lag: polls; None: answers are taken up as they come, on engines whose polls follow a clock anyway.
+        encode: writes messages of an environment as the samples of a group read them.
     """
 
-    def __init__(self, calls: Calls, agree: Agree, lag: int | None) -> None:
-        self._calls, self._agree, self._lag = calls, agree, lag
+    def __init__(
+        self,
+        calls: Calls,
+        touch: InTouch,
+        lag: int | None,
+        encode: Callable[[Group, Sequence[dict[str, Any]]], Sequence[int]],
+    ) -> None:
+        self._calls, self._touch, self._lag, self._encode = calls, touch, lag, encode
         self._clock = 0.0  # polls
         self._open: list[Message] = []
         self.over: set[Key] = set()  # samples of which only the reward is missing, or was
@@ -85,7 +117,7 @@ class Steps:
         """Start the environments on these."""
         if not messages:
             return
-        lasts = self._agree(lambda: [self._start(message, question(message)) for message in messages])
+        lasts = self._touch.agree(lambda: [self._start(message, question(message)) for message in messages])
         for message, message.last in zip(messages, lasts):
             if message.last:
                 self.over.add(message.key)
@@ -100,7 +132,7 @@ class Steps:
         if not self._open:
             return []
         if self._lag is None:
-            arrived = self._agree(lambda: self._arrived(idle))
+            arrived = self._touch.wait(lambda seconds: self._arrived(idle, seconds))
             return self._settle([n for n, _ in arrived], [outcome for _, outcome in arrived])
         if idle:
             until = max(until, min(message.due for message in self._open))
@@ -118,24 +150,26 @@ class Steps:
         message.call = self._calls.start(question.call, question.seconds)
         return question.last
 
-    def _arrived(self, idle: bool) -> list[tuple[int, Step | str]]:
-        """The numbers of the messages that are answered, and the answers; of at least one where `idle`."""
-        if idle:
-            self._calls.wait_any([message.call for message in self._open])
+    def _arrived(self, idle: bool, seconds: float) -> list[tuple[int, Outcome | str]] | None:
+        """The numbers of the messages that are answered, and the answers; of at least one where `idle`, None so far."""
+        if idle and not self._calls.any_ended([message.call for message in self._open], seconds):
+            return None
         self._calls.expire()
-        return [(n, _outcome(m.call.result)) for n, m in enumerate(self._open) if m.call.ended]
+        return [(n, self._outcome(m)) for n, m in enumerate(self._open) if m.call.ended]
 
-    def _results(self, numbers: Sequence[int]) -> list[Step | str]:
-        return self._agree(
-            lambda: [_outcome(result) for result in self._calls.wait([self._open[n].call for n in numbers])]
-        )
+    def _results(self, numbers: Sequence[int]) -> list[Outcome | str]:
+        def action(seconds: float) -> list[Outcome | str] | None:
+            if not self._calls.ended([self._open[n].call for n in numbers], seconds):
+                return None
+            return [self._outcome(self._open[n]) for n in numbers]
 
-    def _settle(self, numbers: Sequence[int], outcomes: Sequence[Step | str]) -> list[Answer]:
+        return self._touch.wait(action)
+
+    def _outcome(self, message: Message) -> Outcome | str:
+        return outcome_of(message.call.result, functools.partial(self._encode, message.group))
+
+    def _settle(self, numbers: Sequence[int], outcomes: Sequence[Outcome | str]) -> list[Answer]:
         answers = [(self._open[n], outcome) for n, outcome in zip(numbers, outcomes)]
         answered = set(numbers)
         self._open = [message for n, message in enumerate(self._open) if n not in answered]
         return answers
-
-
-def _outcome(result: Any) -> Step | str:
-    return result if isinstance(result, Step) else f"{type(result).__name__}: {result}"

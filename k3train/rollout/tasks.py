@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,8 @@ class Task:
     """What is asked, and how the answer is judged.
 
     `conversation` ends where the assistant has to answer; `reference` goes on with an answer that is known to be good.
-    `check` names one of `CHECKERS`. `family` is the domain that results are grouped by.
+    `check` names one of `CHECKERS`. `family` is the domain that results are grouped by. `extra` holds the row's other
+    columns, as JSON has them, for an environment of your own: test cases, metadata.
     """
 
     id: str
@@ -29,6 +30,7 @@ class Task:
     answer: str
     check: str = "exact"
     reference: Conversation | None = None
+    extra: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def effort(self) -> str | None:
@@ -102,12 +104,19 @@ CHECKERS: dict[str, Checker] = {
 }
 
 
+# What a row says of its task and its conversation (`conversation_of`).
+_TASK_KEYS = frozenset(
+    {"id", "family", "answer", "check", "messages", "prompt", "response", "completion", "reasoning", "tools"}
+    | {"thinking", "thinking_effort", "tool_choice", "response_format", "response_schema"}
+)
+
+
 def read_tasks(path: str | Path) -> list[Task]:
     """The tasks of a file (jsonl, parquet or a saved data set), in its order.
 
     A row is a conversation, as SFT reads it, with `answer` and, where they differ from the defaults, `check` (exact),
     `family` (all) and `id` (the row's number). An assistant's message at the end is the reference, and is not asked
-    with.
+    with. All other columns that are not null are the task's `extra`.
 
     Raises:
         UserError: the file cannot be read, a row is no task, or two have one id.
@@ -129,7 +138,7 @@ def read_tasks(path: str | Path) -> list[Task]:
 def _task(row: Any, source: str, number: int) -> Task:
     if not isinstance(row, Mapping) or row.get("answer") is None:
         raise UserError(f"{source} has no `answer`, so nothing can be checked; a task has one beside its messages")
-    row = dict(row)
+    row, extra = dict(row), _extra(row, source)
     if row.get("messages") is None and isinstance(row.get("prompt"), str):
         row["messages"] = [{"role": "user", "content": row["prompt"]}]
     check = row.get("check") or "exact"
@@ -148,4 +157,24 @@ def _task(row: Any, source: str, number: int) -> Task:
         answer=answer,
         check=check,
         reference=reference if conversation is not reference else None,
+        extra=extra,
     )
+
+
+def _extra(row: Mapping[str, Any], source: str) -> dict[str, Any]:
+    """The columns that make neither the task nor its conversation, as they read back from JSON."""
+    used = _TASK_KEYS
+    if row.get("messages") is not None:
+        used = used - {"prompt", "response", "completion", "reasoning"}
+    elif isinstance(row.get("prompt"), str):
+        used = used - {"response", "completion", "reasoning"}
+    kept = {str(name): value for name, value in row.items() if name not in used and value is not None}
+    for name, value in kept.items():
+        try:
+            kept[name] = json.loads(json.dumps(value))
+        except (TypeError, ValueError, RecursionError) as error:
+            raise UserError(
+                f"{source}: the column {name} of the task cannot be written as JSON ({error}); give it as a text, or"
+                " leave it out"
+            ) from error
+    return kept

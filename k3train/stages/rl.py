@@ -20,18 +20,19 @@ from k3train.rl.chat import ChatFormat
 from k3train.rl.effort import Budgets
 from k3train.rl.objective import distillation_advantages, kl_estimate, policy_terms
 from k3train.rl.rollouts import Rollouts
+from k3train.rl.server_engine import server_engine
 from k3train.rl.shared_engine import SharedEngine
 from k3train.rl.sources import fingerprint, held_out, make_sources
+from k3train.rl.teacher_hosts import check_same_teachers, identities
 from k3train.rl.teachers import Teachers
 from k3train.rl.trajectory import Group
 from k3train.rl.weights import WeightRefresh
-from k3train.rollout.client import CompletionClient
 from k3train.rollout.engine import Work
 from k3train.rollout.local import LocalEngine
-from k3train.rollout.remote import OpenAIEngine
 from k3train.rollout.sampling import SamplingConfig
 from k3train.stages.inputs import fitting_tokenizer
 from k3train.train.stage import Batch
+from k3train.train.watchdog import touch_seconds
 
 MOST_EMPTY = 20  # iterations in a row without a group that can be trained on
 
@@ -59,6 +60,7 @@ class RLStage:
         self._held_out = held_out(self.rl)
         self._trainer: Any = None
         self._teachers: Teachers | None = None
+        self._which_teachers: list[dict[str, str] | None] = []
         self._groups: list[Group] = []  # that the last step's rollouts gave
         self._learned: list[Group] = []  # those of them that it trained on
         self._scores: dict[tuple[int, int], list[float]] | None = None  # teachers', of all of them
@@ -77,6 +79,10 @@ class RLStage:
         if self.rl.objective.signal == "mopd":
             self._teachers = Teachers(self.config, self.rollouts, trainer.here)
             self.rollouts.on_done = self._teachers.begin
+            self._which_teachers = from_first_rank(lambda: identities(self.rl.teachers))
+            for number, which in enumerate(self._which_teachers):
+                if which is not None:
+                    trainer.telemetry.event(f"rl.teachers.{number} is {which['checkpoint']}")
         if rollout.engine == "local":
             self.engine: LocalEngine | SharedEngine = LocalEngine(
                 self._model,
@@ -87,14 +93,9 @@ class RLStage:
                 record_experts=rollout.replay_experts,
             )
         else:
-            self.engine = SharedEngine(self._connect)
+            self.engine = server_engine(self.config, trainer, self._give_again)
             self._refresh_weights = WeightRefresh(self.config, trainer)
         self._refreshed: int | None = None
-
-    def _connect(self) -> OpenAIEngine:
-        rollout = self.rl.rollout
-        client = CompletionClient(rollout.url, rollout.model, rollout.timeout_seconds)
-        return OpenAIEngine(client, rollout.concurrency, rollout.retries)
 
     def training_steps(self, consumed_samples: int) -> Iterator[list[Batch]]:
         """Sample, reward, pack: one step's rows after the other. The policy's version is the number of steps done."""
@@ -108,6 +109,8 @@ class RLStage:
 
     def _collect(self, version: int) -> list[Group]:
         self._refresh(version)
+        self.rollouts.touch.seconds = touch_seconds(self.config)
+        self.rollouts.on_progress = lambda: self._trainer.watchdog.beat(f"step {version + 1}")
         for _ in range(MOST_EMPTY):
             self._trainer.watchdog.beat(f"step {version + 1}")  # each has its own patience with silent servers
             groups = self.rollouts.collect(self.engine, version)
@@ -125,6 +128,11 @@ class RLStage:
             return
         self._refresh_weights(self.engine, version)
         self._refreshed = version
+
+    def _give_again(self) -> None:
+        """The server lost the weights that it was given: these are still the trainer's."""
+        if self._refreshed is not None:
+            self._refresh_weights(self.engine, self._refreshed)
 
     def _batches(self, groups: list[Group], version: int) -> list[Batch]:
         config = self.config
@@ -272,11 +280,20 @@ class RLStage:
                 self.budgets.learn(number, index, lengths, right)
 
     def state_dict(self) -> dict[str, Any]:
-        """What is in flight and ready, the order of tasks, and the budgets."""
-        return {"rollouts": self.rollouts.state_dict(), "budgets": self.budgets.state_dict()}
+        """What is in flight and ready, the order of tasks, the budgets, and which teachers there are."""
+        return {
+            "rollouts": self.rollouts.state_dict(),
+            "budgets": self.budgets.state_dict(),
+            "teachers": self._which_teachers,
+        }
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
-        """Continue from what `state_dict` gave."""
+        """Continue from what `state_dict` gave.
+
+        Raises:
+            UserError: a teacher is another one than when the run began.
+        """
+        check_same_teachers(saved.get("teachers", []), self._which_teachers)
         self.rollouts.load_state_dict(saved["rollouts"])
         self.budgets.load_state_dict(saved["budgets"])
         if self.rl.rollout.keep_states and self.rollouts.groups:

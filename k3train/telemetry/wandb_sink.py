@@ -56,6 +56,8 @@ _STEP_NAMES = {
     "teacher_seconds": "distill/teacher_seconds",
     "teacher_tokens": "distill/teacher_tokens",
     "teacher_loads": "distill/teacher_loads",
+    "teacher_dropped": "distill/teacher_dropped",
+    "teacher_failures": "distill/teacher_failures",
     "cross_entropy": "distill/cross_entropy",
     "acceptance_length": "draft/acceptance_length",
     **{f"acceptance_{step}": f"draft/acceptance_{step}" for step in range(1, 33)},

@@ -24,6 +24,11 @@ def hang_seconds(config: RecipeConfig) -> float:
     return 60 * (SHARE_OF_TIMEOUT * config.run.timeout_minutes if asked is None else asked)
 
 
+def touch_seconds(config: RecipeConfig) -> float:
+    """How often ranks that wait for one of them hear from it: well within what ends a run that is silent."""
+    return min(10.0, *(limit / 4 for limit in (60 * config.run.timeout_minutes, hang_seconds(config)) if limit > 0))
+
+
 def moved_bytes() -> int:
     """What this process has read and written, mapped files included; 0 where the system does not say."""
     try:

@@ -77,15 +77,6 @@ def test_the_names_of_rewards_are_those_that_recipes_may_use() -> None:
     assert tuple(REWARDS) == rules_rl.REWARDS
 
 
-def test_unit_tests() -> None:
-    """Two of three lines hold; a program that exits or prints on its own passes none it did not earn."""
-    tests = task("assert double(2) == 4\nassert double(0) == 0\nassert double('a') == 1")
-    program = "Here:\n```python\ndef double(x):\n    return 2 * x\n```\nDone."
-    assert REWARDS["unit_tests"](tests, [says(program)], 0) == pytest.approx(2 / 3)
-    cheats = "import os\nprint('ok', flush=True)\nos._exit(0)"
-    assert REWARDS["unit_tests"](tests, [says(cheats)], 0) == 0.0
-
-
 def call(**arguments: Any) -> ToolCall:
     return ToolCall("python", arguments)
 
@@ -167,12 +158,13 @@ def test_a_tournament() -> None:
     assert tournament("q", answers, longest_wins, most_length=0).rewards == [0.0, 0.0, 0.0]
     assert tournament("q", answers, lambda _: "s | A: 9 | B: 1\nVERDICT: A").rewards == [0.5] * 3
     silent = tournament("q", answers, lambda _: "hm")
-    assert (silent.rewards, silent.failures) == ([0.5] * 3, 6)
+    assert (silent.rewards, silent.failures, silent.draws) == ([0.5] * 3, 0, 6)
 
     def broken(_: str) -> str:
         raise OSError("gone")
 
-    assert tournament("q", answers, broken).failures == 6
+    failed = tournament("q", answers, broken)
+    assert (failed.failures, failed.draws) == (6, 0)
     assert tournament("q", answers[:1], longest_wins).rewards == [0.0]
 
 
@@ -207,10 +199,12 @@ def test_a_judge_over_http(judge_server: tuple[str, list[str]]) -> None:
     url, asked = judge_server
     judge = JudgedEnvironment(REWARDS["format"], url=url, sigma=2.0)
     answers = [says("aaaa"), says("aa"), says("aaaaaaaaa"), says("a", complete=False)]
-    rewards = judge.judge_group(task("four"), answers)
-    assert rewards == [1.0, 0.5, 0.0, 0.0]
+    judged = judge.judge_group(task("four"), answers)
+    assert judged.rewards == [1.0, 0.5, 0.0, 0.0]
+    assert judged.info == {"games": 2, "failed_games": 0, "draws": 0, "vetoes": 1}
     assert len(asked) == 2
     assert "what is it" in asked[0]
-    with pytest.raises(TimeoutError, match="no verdict in 2 games"):
+    with pytest.raises(TimeoutError, match="no verdict in 2 games") as error:
         judge.judge_group(task("four"), [says("BREAK"), says("b")])
-    assert judge.judge_group(task("four"), [says("a"), says("b", complete=False)]) == [1.0, 0.0]
+    assert error.value.info == {"games": 2, "failed_games": 2, "draws": 0, "vetoes": 0}
+    assert judge.judge_group(task("four"), [says("a"), says("b", complete=False)]).rewards == [1.0, 0.0]

@@ -194,7 +194,7 @@ def test_games_of_a_judge_are_played_side_by_side(judging: tuple[str, Judging]) 
     """The server answers only three requests at once, and never sees a fourth."""
     url, server = judging
     judge = JudgedEnvironment(REWARDS["format"], url=url, concurrency=3, timeout_seconds=60)
-    assert judge.judge_group(task(), [says(a) for a in ANSWERS]) == [0.0, 1.0, 0.5]
+    assert judge.judge_group(task(), [says(a) for a in ANSWERS]).rewards == [0.0, 1.0, 0.5]
     assert server.most == 3
     assert judge.limits_judging is True
     assert Environment.limits_judging is False
@@ -211,6 +211,8 @@ def test_a_game_that_takes_too_long_is_a_draw(judging: tuple[str, Judging]) -> N
         JudgedEnvironment(REWARDS["format"], url=url, concurrency=4, timeout_seconds=seconds) for seconds in (5.0, 0.5)
     )
     answers = [says("xx HANG"), says("x"), says("xxx")]
-    assert patient.judge_group(task(), answers) == [0.5, 0.25, 0.75]
+    judged = patient.judge_group(task(), answers)
+    assert judged.rewards == [0.5, 0.25, 0.75]
+    assert judged.info == {"games": 6, "failed_games": 4, "draws": 0, "vetoes": 0}
     with pytest.raises(TimeoutError, match="no verdict in 2 games"):
         quick.judge_group(task(), answers[:2])

@@ -267,7 +267,7 @@ def test_groups_are_judged_as_a_whole() -> None:
     ready = Rollouts(config, [source], Chat(), seed=3, max_context=64).collect(Scripted(), 0)
     for group in ready:
         failed = source.tasks[group.task].id == "t1"
-        assert [s.reward for s in group.samples] == ([None, None] if failed else [0.0, 1.0])
+        assert [s.reward for s in group.samples] == ([None, None] if failed else [3.0, 3.0 + 1.0])
 
 
 def test_a_prompt_without_room_is_named() -> None:

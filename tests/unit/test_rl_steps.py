@@ -38,7 +38,7 @@ class Together(Environment):
 
 def test_groups_are_judged_side_by_side() -> None:
     for group in rollouts(Together()).collect(Scripted(), 0):
-        assert [s.reward for s in group.samples] == [float(group.task)] * 3
+        assert [s.reward for s in group.samples] == [3.0 + group.task] * 3
 
 
 class Patient(Environment):
@@ -61,7 +61,7 @@ def test_an_environment_may_limit_its_judging_itself(monkeypatch: pytest.MonkeyP
     """The clock goes on in judgings alone, so that no step takes too long."""
     monkeypatch.setattr(calls_module.time, "monotonic", lambda: Patient.clock[0])
     config = RLConfig(rollout=RolloutConfig(prompts=2, samples=2))
-    for kind, reward in ((Patient, 7.0), (Impatient, None)):
+    for kind, reward in ((Patient, 3.0 + 7.0), (Impatient, None)):
         queue = Rollouts(config, [Source(tasks(), kind(by_length), seconds=0.2)], Chat(), seed=3, max_context=64)
         ready = queue.collect(Scripted(), 0)
         assert [s.reward for g in ready for s in g.samples] == [reward] * 4
