@@ -85,3 +85,12 @@ def test_parameters_are_shown(single_rank: None) -> None:
     whole = plan.inventory.total
     assert lines[at + 1] == ["a", "device", f"{(whole - 8 * 16 * 3 * 64 * 96 / 2) / 1e6:,.4g}M"]
     assert lines[at + 2] == ["its", "stage", f"{whole / 1e6:,.4g}M"]
+
+
+def test_an_engine_that_offloads_is_refused(single_rank: None) -> None:
+    """Whose memory is its own to lay out (docs/planner.md)."""
+    from k3train.errors import UserError
+
+    words = ["engine=deepspeed", "optim=adamw", "deepspeed.offload_optimizer=true"]
+    with pytest.raises(UserError, match=r"engine=deepspeed is not planned.*try engine=megatron"):
+        planned(*words)
