@@ -19,6 +19,7 @@ from k3train.parallel.vocab_loss import loss_form
 # Which paths come to an operation. Prefill: tokens of a prompt, and of a speculative trial; decoding: a token a row.
 USED_BY: dict[str, tuple[str, ...]] = {
     "situ_glu": ("training", "prefill", "decoding"),
+    "scale_rows": ("training", "prefill", "decoding"),
     "mix": ("training", "prefill", "decoding"),
     "two_phase_mix": (),
     "gated_rms_norm": ("training", "prefill", "decoding"),

@@ -28,8 +28,11 @@ INSIDE = 1000  # user and group inside: not 0, so that the exec drops every capa
 
 
 def build_walls(given: dict[str, Any]) -> dict[str, Any]:
-    """Enter the namespaces that the system gives; says which of network and files they keep away."""
-    held = {"network": "hook", "files": "hook", "pid": 0}
+    """Enter the namespaces that the system gives; says which of network and files they keep away.
+
+    `enter`: whether the program has to be a new process, because only that is in the new namespace of processes.
+    """
+    held = {"network": "hook", "files": "hook", "pid": 0, "enter": False}
     if not given["walls"] or not hasattr(os, "unshare"):
         return held
     user, group = os.geteuid(), os.getegid()
@@ -43,7 +46,7 @@ def build_walls(given: dict[str, Any]) -> dict[str, Any]:
         except OSError:
             pass
         return held
-    held["network"] = "namespace"
+    held["network"], held["enter"] = "namespace", True
     try:
         maps = {"setgroups": "deny", "uid_map": f"{INSIDE} {user} 1", "gid_map": f"{INSIDE} {group} 1"}
         for name, text in maps.items():
@@ -69,6 +72,26 @@ def build_root(given: dict[str, Any]) -> None:
     def mount(source: str | None, target: str, kind: str | None, flags: int, data: str | None = None) -> None:
         call(libc.mount, source, target, kind, ctypes.c_ulong(flags), data)
 
+    root = given["home"]
+    mount(None, "/", None, REC | PRIVATE)
+    mount("k3train", root, "tmpfs", NOSUID | NODEV, "size=1m,nr_inodes=1024,mode=755")
+    try:
+        fill_root(given, mount)
+    except OSError:
+        libc.umount2(root.encode(), DETACH)
+        raise
+    os.chdir(root)
+    call(libc.pivot_root, ".", ".")
+    call(libc.umount2, ".", DETACH)
+    mount(None, "/", None, BIND | REMOUNT | RDONLY | NOSUID | NODEV)
+    os.chdir("/work")
+    call(libc.prctl, 38, *(ctypes.c_ulong(n) for n in (1, 0, 0, 0)))  # PR_SET_NO_NEW_PRIVS
+
+
+def fill_root(given: dict[str, Any], mount: Callable[..., None]) -> None:
+    """Make what the new root, at the folder `home`, shows."""
+    root = given["home"]
+
     def shown(path: str) -> None:
         target = root + path
         if os.path.isdir(path):
@@ -81,9 +104,6 @@ def build_root(given: dict[str, Any]) -> None:
             kept = sum(flag for held, flag in KEPT.items() if os.statvfs(target).f_flag & held)
             mount(None, target, None, BIND | REMOUNT | RDONLY | kept)
 
-    root = given["home"]
-    mount(None, "/", None, REC | PRIVATE)
-    mount("k3train", root, "tmpfs", NOSUID | NODEV, "size=1m,nr_inodes=1024,mode=755")
     for name in os.listdir("/"):
         if os.path.islink(f"/{name}"):  # such as /lib, which the interpreter's loader goes through
             os.symlink(os.readlink(f"/{name}"), f"{root}/{name}")
@@ -93,12 +113,6 @@ def build_root(given: dict[str, Any]) -> None:
     os.mkdir(work)
     bytes_and_files = f"size={given['folder_mib']}m,nr_inodes={given['folder_files']},mode=755"
     mount("k3train", work, "tmpfs", NOSUID | NODEV | NOEXEC, bytes_and_files)
-    os.chdir(root)
-    call(libc.pivot_root, ".", ".")
-    call(libc.umount2, ".", DETACH)
-    mount(None, "/", None, BIND | REMOUNT | RDONLY | NOSUID | NODEV)
-    os.chdir("/work")
-    call(libc.prctl, 38, *(ctypes.c_ulong(n) for n in (1, 0, 0, 0)))  # PR_SET_NO_NEW_PRIVS
 
 
 def enter(given: dict[str, Any], held: dict[str, Any]) -> None:
@@ -260,7 +274,7 @@ def main() -> None:
     given = json.loads(sys.stdin.read())
     if given["walls"] is not None:
         held = build_walls(given)
-        if held["files"] == "namespace":
+        if held["enter"]:
             enter(given, held)
         os.write(given["report"], json.dumps(held).encode() + b"\n")
     home, code = os.path.realpath("."), given["code"]

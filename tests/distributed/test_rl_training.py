@@ -282,6 +282,42 @@ def test_rollouts_from_a_server(pool: Any, tasks: Path, tmp_path: Path, server: 
         assert ours["rollout"]["failures"] == 0
 
 
+def test_a_server_that_is_restarted_in_the_middle_of_an_iteration(
+    pool: Any, tasks: Path, tmp_path: Path, server: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two ranks. It has its first weights again while samples are drawn, and gets the step's: the run is the same."""
+    from k3train.rollout.refresh import apply_bucket, buckets
+
+    worker = server.worker
+    [first] = [{k: v.clone() for k, v in b.items()} for b in buckets(worker.model, 1 << 40)]
+    drawn, tell = [], worker._tell
+
+    def restarts(new: Any) -> None:
+        tell(new)
+        drawn.append(new)
+        if len(drawn) == 150:  # in the second step
+            apply_bucket(worker.model, first)
+            worker.version = "start-again"
+
+    changes = {"train__steps": 3, "train__eval_interval": 0, "rl__eval_tasks": None}
+    found = {}
+    for name in ("undisturbed", "restarted"):
+        recipe = rl_recipe(tasks, tmp_path / name, **changes)
+        recipe["rl"]["rollout"] |= {"engine": "openai", "url": server.url}
+        results = pool.run(train_rl, 2, recipe)
+        assert [code for code, _ in results] == [0, 0], results
+        found[name] = steps(tmp_path / name)
+        monkeypatch.setattr(worker, "_tell", restarts)
+    assert len(drawn) > 150
+    told = [line["text"] for line in lines(tmp_path / "restarted", "event") if "other weights" in line.get("text", "")]
+    assert len(told) == 1
+    for ours, expected in zip(found["restarted"], found["undisturbed"], strict=True):
+        assert (ours["reward"], ours["trained_tokens"]) == (expected["reward"], expected["trained_tokens"])
+        assert ours["loss"] == pytest.approx(expected["loss"], rel=1e-4, abs=1e-6)
+        assert abs(ours["rollout_kl"]) < 1e-9
+        assert (ours["staleness_max"], ours["rollout"]["given_up"]) == (0, 0)
+
+
 ROUNDED = {"latent_size": 32, "expert_hidden_size": 64}
 
 

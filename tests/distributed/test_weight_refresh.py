@@ -90,6 +90,55 @@ def test_shared_weights_are_given_whole(pool: WorkerPool, tmp_path: Path) -> Non
         assert all(torch.equal(exported[name][key], tensor) for key, tensor in exported["one"].items())
 
 
+class Restarted(Receiver):
+    """Loses what it has at its fourth bucket, once; `waits` counts how often it was waited for."""
+
+    waits = 0
+
+    def send_bucket(self, bucket: dict[str, torch.Tensor], number: int, version: int, is_last: bool) -> bool:
+        if number == 3 and not self.waits:
+            self.rows.clear()
+            return False
+        return super().send_bucket(bucket, number, version, is_last)
+
+    def wait(self, seconds: float) -> str:
+        self.waits += 1
+        return "up"
+
+
+def give_interrupted(rank: int, world_size: int, recipe: dict[str, Any]) -> tuple[dict[str, torch.Tensor], list, int]:
+    """Refresh a server that loses its weights in the middle; what it has in the end, the versions and the waits."""
+    from k3train.config.load import recipe_from_dict
+    from k3train.model.build import build_chunks, start_model_parallel
+    from k3train.rl.shared_engine import SharedEngine
+    from k3train.rl.weights import whole_buckets
+
+    config = recipe_from_dict(recipe)
+    start_model_parallel(config.parallel)
+    models, _ = build_chunks(config)
+    engine = SharedEngine(Restarted)
+    sent = engine.refresh_in_place(lambda: whole_buckets(models, config.model.vocab_size, 20_000), 4)
+    if rank:
+        return {}, [sent], 0
+    server = engine._engine
+    return {key: torch.cat(rows) for key, rows in server.rows.items()}, [sent, *server.versions], server.waits
+
+
+def test_ranks_begin_an_interrupted_refresh_again_together(pool: WorkerPool, tmp_path: Path) -> None:
+    """Two ranks that share every tensor stop at the same bucket, and start again at the first."""
+    tasks, found = make_tasks(tmp_path), {}
+    for ranks in (1, 2):
+        recipe = rl_recipe(tasks, tmp_path / str(ranks), parallel={"tensor": ranks})
+        results = pool.run(give_interrupted, ranks, recipe)
+        found[ranks], (sent, *versions), waits = results[0]
+        assert {result[1][0] for result in results} == {sent}
+        assert sent > 5
+        assert versions == [None] * 3 + [None] * (sent - 1) + [4]
+        assert waits == 1
+    assert found[1].keys() == found[2].keys()
+    assert all(torch.equal(found[2][key], tensor) for key, tensor in found[1].items())
+
+
 def give_adapted(rank: int, world_size: int, recipe: dict[str, Any]) -> dict[str, Any]:
     """As `give_weights`, with adapters that do something: what arrived, and weights and adapters by themselves."""
     from k3train.config.load import recipe_from_dict

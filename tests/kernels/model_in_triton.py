@@ -26,6 +26,8 @@ from k3train.config.schema import ParallelConfig, RecipeConfig
 ENTRIES = (
     ("situ_glu", "situ.triton_kernel", "glu_forward"),
     ("situ_glu backward", "situ.triton_kernel", "glu_backward"),
+    ("scale_rows", "row_scale.triton_kernel", "scale_forward"),
+    ("scale_rows backward", "row_scale.triton_kernel", "scale_backward"),
     ("mix", "attention_residual.triton_kernel", "mix_forward"),
     ("mix backward", "attention_residual.triton_kernel", "mix_backward"),
     ("two_phase_mix", "attention_residual.phase_one_kernel", "phase_one_forward"),

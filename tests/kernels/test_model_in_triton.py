@@ -24,6 +24,7 @@ PREFILL = {
     "short_conv": 1,  # of q, k and v together
     "mix": 4,
     "situ_glu": 3,
+    "scale_rows": 1,
     "quantile_balancing": 1,
     "mx": 2,  # the inputs of the experts' two products, whose weights are kept
 }
@@ -38,6 +39,7 @@ TRAINING = {
     "gated_rms_norm backward": 1,
     "mix backward": 4,
     "situ_glu backward": 3,
+    "scale_rows backward": 1,
     "short_conv backward": 3,
     "cross_entropy backward": 1,
 }

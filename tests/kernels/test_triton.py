@@ -96,7 +96,7 @@ def test_kernels_verb(capsys: pytest.CaptureFixture[str]) -> None:
 
     assert main(["kernels", "--device", "cpu"]) == 0
     table = capsys.readouterr().out
-    assert "Never run on a GPU by this project: situ_glu, mix," in table
+    assert "Never run on a GPU by this project: situ_glu, scale_rows, mix," in table
     assert main(["kernels", "--device", "cuda", "--json"]) == 0
     lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert [line["operation"] for line in lines] == [operation.name for operation in OPERATIONS]

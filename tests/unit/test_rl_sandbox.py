@@ -191,6 +191,22 @@ def test_what_a_program_starts_dies_with_it(without_hook: None) -> None:
     os.close(reader)
 
 
+@pytest.mark.parametrize("step", ["maps = {", "fill_root(given, mount)"])
+def test_where_namespaces_are_given_by_half_the_hook_holds(monkeypatch: pytest.MonkeyPatch, step: str) -> None:
+    """As where a system lets users make namespaces and no mounts in them: the program runs all the same, with threads,
+    in an empty folder, and says what held."""
+    script = sandbox._script()
+    assert script.count(f"        {step}") == 1
+    halved = script.replace(f"        {step}", f"        os.open('/nowhere', 0)\n        {step}")
+    monkeypatch.setattr(sandbox, "_script", lambda: halved)
+    code = "import os, threading as t\nt.Thread(target=print, args=(os.listdir(),)).start()\nopen('/etc/passwd')"
+    ran = run_python(code, PATIENT)
+    assert (ran.status, ran.files) == ("error", "hook")
+    assert "[]\n" in ran.output
+    assert "lies outside the working folder" in ran.output
+    assert ran.network == ("namespace" if run_python("").network == "namespace" else "hook")
+
+
 @pytest.mark.parametrize("walls", [True, False])
 def test_a_folder_has_a_bounded_size(walls: bool) -> None:
     """40 files, each small enough; and without namespaces somebody looks, so the program has to live a while."""
