@@ -77,6 +77,15 @@ def _generate_arguments(parser: argparse.ArgumentParser) -> None:
     _reading_arguments(parser)
 
 
+def _quant_argument(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--quant",
+        choices=["as-trained", "k3", "none"],
+        default="as-trained",
+        help="rounding of experts' weights and inputs: as in training (default), K3's (MXFP4 and MXFP8), or none",
+    )
+
+
 def _reading_arguments(parser: argparse.ArgumentParser) -> None:
     """Of the verbs that read text with a model."""
     parser.add_argument(
@@ -85,12 +94,7 @@ def _reading_arguments(parser: argparse.ArgumentParser) -> None:
         default="auto",
         help="reference: every operation in the published code's order, slow (default auto: the fast ones)",
     )
-    parser.add_argument(
-        "--quant",
-        choices=["as-trained", "k3", "none"],
-        default="as-trained",
-        help="rounding of experts' weights and inputs: as in training (default), K3's (MXFP4 and MXFP8), or none",
-    )
+    _quant_argument(parser)
     parser.add_argument(
         "layout",
         nargs="*",
@@ -114,6 +118,7 @@ def _serve_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model-name", default="k3train", help="what clients call it (default %(default)s)")
     parser.add_argument("--batch-size", type=int, default=32, metavar="N", help="samples at a time (default 32)")
     parser.add_argument("--allow-updates", action="store_true", help="let clients replace the weights")
+    _quant_argument(parser)
 
 
 def _inspect_arguments(parser: argparse.ArgumentParser) -> None:
@@ -193,15 +198,25 @@ def _kernels_arguments(parser: argparse.ArgumentParser) -> None:
         default="auto",
         help="as a recipe's model.kernels (default auto)",
     )
+    parser.add_argument(
+        "--transformer-impl",
+        choices=["auto", "local", "te"],
+        default="auto",
+        help="as a recipe's parallel.transformer_impl (default auto)",
+    )
+    parser.add_argument(
+        "--precision", choices=["fp32", "bf16"], default="bf16", help="as a recipe's train.precision (default bf16)"
+    )
     parser.add_argument("--json", action="store_true", help="one JSON object an operation")
 
 
 def _plan_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("overrides", nargs="+", metavar="key=value", help="recipe=..., cluster=..., and any override")
     parser.add_argument("--search", action="store_true", help="list layouts that fit, fastest first")
-    parser.add_argument("--top", type=int, default=10, metavar="N", help="layouts that --search lists (default 10)")
+    parser.add_argument("--top", type=int, metavar="N", help="layouts that --search lists (default 10)")
     parser.add_argument("--picture", metavar="FILE.png", help="memory of every rank, and the pipeline's timeline")
     parser.add_argument("--json", metavar="FILE", help="the plan as numbers")
+    parser.add_argument("--stage-times", metavar="FILE.json", help="plan with measured times of every stage")
     parser.add_argument("-cd", "--config-dir", metavar="DIR", help="look for more recipes in DIR")
 
 

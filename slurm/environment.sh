@@ -59,6 +59,7 @@ k3_count() { # NAME VALUE: VALUE must be a whole number
 k3_layout() { # sets k3_ranks (a node), k3_nodes and k3_srun, the options of every job step
     k3_ranks=${K3_RANKS_PER_NODE:-${SLURM_GPUS_ON_NODE:-${SLURM_NTASKS_PER_NODE:-1}}}
     k3_nodes=${K3_NODES:-$SLURM_NNODES}
+    k3_more_nodes=0 # beside the ranks'
     k3_count K3_RANKS_PER_NODE "$k3_ranks"
     k3_count K3_NODES "$k3_nodes"
     [ "$k3_nodes" -ge 1 ] && [ "$k3_nodes" -le "$SLURM_NNODES" ] ||
@@ -223,12 +224,13 @@ k3_health() {
         k3_failed "$k3_code"
     fi
     good=$((SLURM_NNODES - $(tr ',' '\n' <<<"$bad" | grep -c '')))
-    if [ "$good" -ge "$k3_nodes" ]; then
+    local needed=$((k3_nodes + k3_more_nodes))
+    if [ "$good" -ge "$needed" ]; then
         k3_say "bad nodes: $bad; training goes on on $k3_nodes of the $good others"
         k3_srun+=("--exclude=$bad")
         return 0
     fi
-    k3_requeue "bad nodes: $bad; $good good ones are left and $k3_nodes are needed" "$bad"
+    k3_requeue "bad nodes: $bad; $good good ones are left and $needed are needed" "$bad"
     k3_end 1
 }
 
@@ -270,6 +272,7 @@ k3_run() { # DEFAULT_RECIPE KEY=VALUE...
     k3_keys=("$@")
     case " $* " in *" recipe="*) ;; *) k3_keys=("recipe=$recipe" "$@") ;; esac
     k3_layout
+    if declare -F k3_servers_layout >/dev/null; then k3_servers_layout; fi # slurm/server.sh
     k3_sweep
     [ -x "$K3_PYTHON" ] || [ -n "${K3_SRUN_OPTIONS:-}" ] ||
         k3_fail "K3_PYTHON=$K3_PYTHON does not exist; run \`make setup\` in $K3_ROOT, or set K3_PYTHON."

@@ -20,6 +20,7 @@ import socket
 import statistics
 import sys
 import time
+from collections.abc import Callable
 from typing import Any
 
 from k3train.config.load import load_recipe
@@ -59,10 +60,15 @@ def resident() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
-def measure(rank: int, world_size: int, port: int, config: RecipeConfig, steps: int, answers: Any) -> None:
-    """One rank of one layout: trains, and the first rank answers with what all of them saw."""
+def name_rank(rank: int, world_size: int, port: int) -> None:
+    """Make this process a rank of some on this machine."""
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank))
     os.environ.update(LOCAL_WORLD_SIZE=str(world_size), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+
+
+def measure(rank: int, world_size: int, port: int, config: RecipeConfig, steps: int, answers: Any) -> None:
+    """One rank of one layout: trains, and the first rank answers with what all of them saw."""
+    name_rank(rank, world_size, port)
     import torch
     import torch.distributed as dist
 
@@ -147,7 +153,12 @@ class TrainingStep:
 
 
 def bench_layout(config: RecipeConfig, world_size: int, steps: int, timeout: float) -> dict[str, Any]:
-    """Start the ranks of a layout and wait for their answer.
+    """Start the ranks of a layout and wait for their answer; errors as `on_ranks`."""
+    return on_ranks(measure, world_size, timeout, config, steps)
+
+
+def on_ranks(rank_of: Callable[..., None], world_size: int, timeout: float, *given: Any) -> Any:
+    """Start `rank_of(rank, world_size, port, *given, answers)` in as many processes; what is put into `answers`.
 
     Raises RuntimeError where a rank ends without one, or they take longer than `timeout` seconds.
     """
@@ -157,7 +168,7 @@ def bench_layout(config: RecipeConfig, world_size: int, steps: int, timeout: flo
         port = probe.getsockname()[1]
     answers = context.SimpleQueue()
     ranks = [
-        context.Process(target=measure, args=(rank, world_size, port, config, steps, answers), daemon=True)
+        context.Process(target=rank_of, args=(rank, world_size, port, *given, answers), daemon=True)
         for rank in range(world_size)
     ]
     for rank in ranks:

@@ -16,7 +16,7 @@ from pathlib import Path
 from k3train.config.load import load_recipe
 from k3train.config.parameters import parameter_count
 from k3train.config.rules_cluster import load_cluster
-from k3train.plan import anchors, picture, text
+from k3train.plan import anchors, own_runs, picture, text
 from k3train.plan.inventory import take_inventory
 from k3train.plan.memory import GIB
 from k3train.plan.plan import Plan, make_plan
@@ -25,7 +25,8 @@ from k3train.plan.storage import VISION_PARAMETERS, export_bytes
 ROOT = Path(__file__).resolve().parents[1]
 DOC = ROOT / "docs" / "planner.md"
 PICTURE = ROOT / "docs" / "images" / "plan-k3.png"
-LADDER = (
+Rung = tuple[str, str, tuple[str, ...]]  # recipe, cluster, overrides
+LADDER: tuple[Rung, ...] = (
     ("pretrain/k3-tiny", "cpu", ()),
     ("pretrain/k3-mini", "h100-8x", ()),
     ("pretrain/k3-48b", "h100-8x", ("parallel.world_size=64",)),
@@ -76,34 +77,53 @@ def throughputs() -> str:
     return f"{markdown(head, rows)}\n\n{told}"
 
 
+def measured() -> str:
+    """Times of this program on a machine at hand, and what the planner says of them."""
+    rows = [
+        (
+            m.run.of,
+            f"{m.run.tokens:,}",
+            m.run.quoted,
+            f"{m.predicted:.3g} s",
+            f"{m.error:+.0%}",
+        )
+        for m in own_runs.compare_own()
+    ]
+    return markdown(("k3-tiny on one CPU rank", "Tokens", "Measured", "Predicted", "Error"), rows)
+
+
 def ladder() -> str:
     """One line a rung, then each plan as printed."""
-    plans = [(name, _plan(name, cluster, extra), cluster, extra) for name, cluster, extra in LADDER]
-    rows = []
-    for name, plan, _, _ in plans:
-        count, step = parameter_count(plan.config.model), plan.step
-        rows.append(
-            (
-                f"`{name}`",
-                f"{count['total'] / 1e9:,.4g}B / {count['active'] / 1e9:,.4g}B",
-                f"{plan.world_size:,} x {plan.cluster.device}",
-                text.layout_name(plan.config, plan.world_size),
-                f"{plan.fullest.total / GIB:,.3g} of {plan.room / GIB:,.3g}",
-                f"{step.tokens_per_second / plan.world_size:,.0f}",
-                f"{step.mfu:.0%}",
-            )
-        )
+    plans = [(rung, plan_of(rung)) for rung in LADDER]
     head = ("Recipe", "Parameters / active", "Devices", "Layout", "GiB", "Tokens/s a device", "MFU")
-    parts = [markdown(head, rows)]
-    for name, plan, cluster, extra in plans:
-        command = " ".join(["k3train plan", f"recipe={name}", f"cluster={cluster}", *extra])
-        parts.append(f"### {name}\n\n```\n$ {command}\n{text.summary(plan)}\n```")
-        if name == "pretrain/k3":
-            picture.draw(plan, PICTURE)
-    return "\n\n".join(parts)
+    parts = [markdown(head, [rung_cells(rung[0], plan) for rung, plan in plans])]
+    return "\n\n".join([*parts, *(printed(rung, plan) for rung, plan in plans)])
 
 
-def _plan(name: str, cluster: str, extra: tuple[str, ...]) -> Plan:
+def rung_cells(name: str, plan: Plan) -> tuple[str, ...]:
+    """A recipe's line of the ladder."""
+    count, step = parameter_count(plan.config.model), plan.step
+    return (
+        f"`{name}`",
+        f"{count['total'] / 1e9:,.4g}B / {count['active'] / 1e9:,.4g}B",
+        f"{plan.world_size:,} x {plan.cluster.device}",
+        text.layout_name(plan.config, plan.world_size),
+        f"{plan.fullest.total / GIB:,.3g} of {plan.room / GIB:,.3g}",
+        f"{step.tokens_per_second / plan.world_size:,.0f}",
+        f"{step.mfu:.0%}",
+    )
+
+
+def printed(rung: Rung, plan: Plan) -> str:
+    """A recipe's plan under its heading, as the command prints it."""
+    name, cluster, extra = rung
+    command = " ".join(["k3train plan", f"recipe={name}", f"cluster={cluster}", *extra])
+    return f"### {name}\n\n```\n$ {command}\n{text.summary(plan)}\n```"
+
+
+def plan_of(rung: Rung) -> Plan:
+    """The plan of a rung, which has to fit."""
+    name, cluster, extra = rung
     plan = make_plan(load_recipe([f"recipe={name}", *extra]), load_cluster(cluster, {}))
     if not plan.fits:
         raise SystemExit(f"{name} does not fit on {cluster}: the ladder has to stand")
@@ -112,11 +132,20 @@ def _plan(name: str, cluster: str, extra: tuple[str, ...]) -> Plan:
 
 def markdown(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
     """A table."""
-    lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
-    return "\n".join(lines + ["| " + " | ".join(row) + " |" for row in rows])
+    return "\n".join([markdown_row(head), "|" + "---|" * len(head), *map(markdown_row, rows)])
 
 
-PARTS: dict[str, Callable[[], str]] = {"sizes": sizes, "throughputs": throughputs, "ladder": ladder}
+def markdown_row(cells: tuple[str, ...]) -> str:
+    """One line of a table."""
+    return "| " + " | ".join(cells) + " |"
+
+
+PARTS: dict[str, Callable[[], str]] = {
+    "sizes": sizes,
+    "throughputs": throughputs,
+    "measured": measured,
+    "ladder": ladder,
+}
 
 
 def rewritten(document: str) -> str:
@@ -139,6 +168,7 @@ def main() -> int:
         print("docs/planner.md is up to date" if before == after else "docs/planner.md differs; run tools/plan_docs.py")
         return int(before != after)
     DOC.write_text(after, encoding="utf-8")
+    picture.draw(plan_of(LADDER[-1]), PICTURE)
     return 0
 
 

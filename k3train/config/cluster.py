@@ -43,4 +43,7 @@ class ClusterConfig:
     latency_us: float = 20.0  # of a message or a collective
     launch_us: float = 4.0  # host time of one kernel; layers of tiny models wait for it
     storage_gbs: float = 0.0  # GB/s that all devices together write to storage; 0: not known
+    # Token copies of the busiest expert-parallel rank over the mean; 1: even. An assumption about the run, not the
+    # machine. Without effect where parallel.balanced_experts makes them equal.
+    max_over_mean: float = 1.0
     efficiency: EfficiencyConfig = field(default_factory=EfficiencyConfig)

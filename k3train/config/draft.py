@@ -17,4 +17,7 @@ class DraftConfig:
     loss: str = "acceptance"  # acceptance (-log sum_v min(p, q)) | kl (of the target from the draft)
     # mtp (the target's layer, with which it begins as that layer) | new (drawn from train.seed, for a target without)
     start: str = "mtp"
+    # With start=mtp: a checkpoint or run that has the layer, where the target has none, such as a target that has been
+    # through reinforcement learning and the pretraining it came from. null: the target's own.
+    mtp_from: str | None = None
     data: str = "corpus"  # corpus (data.train) | conversations (sft.train, learning where an assistant wrote)

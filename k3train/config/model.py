@@ -119,6 +119,10 @@ class ModelConfig:
         """The KDA backend asked for: `kda.backend`, or "naive" where `kernels` asks for reference forms."""
         return "naive" if self.kernels == "reference" else self.kda.backend
 
+    def routing_backend(self) -> str:
+        """The backend of selection and counting: `kernels`, whose reference form there is the one in PyTorch."""
+        return "torch" if self.kernels == "reference" else self.kernels
+
     def is_moe(self, layer: int) -> bool:
         """Whether the 0-indexed decoder layer has a mixture of experts rather than a dense FFN."""
         return self.moe.num_experts > 0 and layer >= self.moe.first_dense_layers

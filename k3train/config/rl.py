@@ -33,7 +33,7 @@ class ObjectiveConfig:
     # Leave out groups whose samples all got the same reward: their advantage is 0, so that all they add is time, and
     # the regularizer on tokens of older policies. A step that has no other groups trains on them all the same.
     skip_uniform: bool = False
-    # reinforce only: tokens are weighted by the ratio up to this; 0: not at all.
+    # reinforce only: tokens are weighted by the ratio up to this; 0: not at all, for rollouts on policy alone.
     importance_cap: float = 0.0
     # mopd: clip(teacher's log-probability - own) per token, instead of a reward for the response | outcome.
     signal: str = "outcome"
@@ -58,23 +58,26 @@ class RolloutConfig:
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
-    max_rows: int = 64  # samples that the local engine generates at a time
+    max_rows: int = 64  # samples that the local engine generates at a time, on all ranks together
     environment_workers: int = 8  # steps of environments, or judgings of groups, at a time
     # Local engine: tokens that other samples grow by before an environment's answer, such as a tool's output, is taken
     # up; generation waits for one that is not there by then. So samples do not depend on how long environments take.
     environment_lag: int = 32
     # Whether a paused sample keeps its KDA states and latents, which then stem from older weights; else they are
-    # computed anew.
+    # computed anew. Local engine only.
     keep_states: bool = False
     # Whether training sends each token to the experts that it went to in the rollout. Local engine only.
     replay_experts: bool = False
     url: str | None = None  # of the server, for openai: http://HOST:PORT
+    server: str = "k3train"  # its kind: k3train (`k3train serve`) | sglang | vllm
     model: str | None = None  # the name it serves; null: its first
     concurrency: int = 32  # requests at a time
     retries: int = 3  # of a request that fails, with growing pauses
     timeout_seconds: float = 60.0  # without a byte from the server
-    # How the server gets new weights: in_place (buckets over HTTP, to `k3train serve`) | disk (an
-    # exported folder that it reads, update_weights_from_disk) | none.
+    # How long a server that is down is waited for, with all samples kept; then the run ends. 0: not at all.
+    outage_minutes: float = 15.0
+    # How the server gets new weights: in_place (buckets over HTTP, to `k3train serve`) | disk (an exported folder that
+    # it reads) | none (it keeps those it was started with, which count as version 0).
     refresh: str = "in_place"
     refresh_experts: str = "bf16"  # disk: mxfp4 | bf16
     bucket_mib: int = 64  # in_place
@@ -112,7 +115,7 @@ class EffortConfig:
     """Token budgets per problem and effort (K3's report, section 4.1.2)."""
 
     enabled: bool = False
-    counts: str = "thinking"  # thinking | output: which tokens a budget counts
+    counts: str = "thinking"  # thinking | output: which tokens a budget counts, over all messages of a sample
     samples: int = 4  # of each training task from the start model, for its budget
     least: int = 8  # tokens; no budget is smaller
     override: float = -1.0  # the reward beyond the budget
@@ -157,6 +160,7 @@ class RLConfig:
     # Whether prompts state a task's effort. An expert of one effort that is to teach without the message (report, Eq.
     # 15) is trained without it.
     show_effort: bool = True
-    eval_tasks: str | None = None  # held-out tasks, for the single environment
+    # Held-out tasks; each is answered in the first environment that takes it and does not compare answers.
+    eval_tasks: str | None = None
     eval_limit: int = 64  # how many of them
     eval_temperature: float = 0.0

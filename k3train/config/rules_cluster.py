@@ -80,6 +80,7 @@ def check_cluster(cluster: ClusterConfig) -> None:
     for key, cure in (("latency_us", 20), ("launch_us", 4), ("storage_gbs", 0), ("reserved_gib", 4)):
         check_range(held, f"cluster.{key}", cure, least=0)
     check_range(held, "cluster.fast_domain", 8, least=1)
+    check_range(held, "cluster.max_over_mean", 1, least=1)
     if cluster.devices is not None:
         check_range(held, "cluster.devices", "null", least=1)
     for key in ("fp32", "bf16", "fp8"):
@@ -119,7 +120,12 @@ def _parsed(key: str, text: str) -> Any:
 
 
 def _set(merged: Any, key: str, value: Any, where: str) -> None:
-    known = _keys()
+    known, shown = _keys(), "null" if value is None else value
+    if parts := [name.removeprefix(f"{key}.") for name in known if name.startswith(f"{key}.")]:
+        raise UserError(
+            f"cluster.{key}={shown} in {where} has the wrong type: it is a section; allowed: {', '.join(parts)} under"
+            f" it, each a number; try cluster.{key}.{parts[0]}=..., or leave the section out"
+        )
     if key not in known:
         near = closest(key, known)
         hint = f"; try cluster.{near}" if near else ""
@@ -130,5 +136,5 @@ def _set(merged: Any, key: str, value: Any, where: str) -> None:
         wanted = {"name": "text", "device": "text", "kind": "cuda or cpu", "devices": "a whole number or null"}
         allowed = wanted.get(key, "a whole number" if key == "fast_domain" else "a number")
         raise UserError(
-            f"cluster.{key}={value} in {where} has the wrong type; allowed: {allowed}; try to correct it"
+            f"cluster.{key}={shown} in {where} has the wrong type; allowed: {allowed}; try to correct it"
         ) from error

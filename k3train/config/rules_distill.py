@@ -35,8 +35,8 @@ def check_teachers(config: RecipeConfig) -> None:
             )
         if not 0 < teacher.weight < float("inf"):
             raise UserError(f"{where}.weight={teacher.weight} is out of range; allowed: more than 0; try 1")
-        if teacher.checkpoint is not None:
-            _check_host(config, where, teacher.host)
+        if teacher.checkpoint is not None and teacher.host == "zero3":
+            _check_zero3(config, where)
     if config.rl.teachers and config.rl.objective.signal != "mopd":
         raise refuse(
             config,
@@ -47,15 +47,15 @@ def check_teachers(config: RecipeConfig) -> None:
         )
 
 
-def _check_host(config: RecipeConfig, where: str, host: str) -> None:
-    for name in _SHARED if host == "zero3" else ("pipeline",):
+def _check_zero3(config: RecipeConfig, where: str) -> None:
+    for name in _SHARED:
         if getattr(config.parallel, name) > 1:
             raise refuse(
                 config,
                 f"parallel.{name}",
-                f"cannot hold a teacher of {where}.host={host}",
-                "1, or a teacher behind a server",
-                f"parallel.{name}=1, or {where}.url=http://HOST:PORT",
+                f"cannot hold a teacher of {where}.host=zero3",
+                f"1, {where}.host=layout, or a teacher behind a server",
+                f"{where}.host=layout, or {where}.checkpoint=null {where}.url=http://HOST:PORT",
             )
 
 

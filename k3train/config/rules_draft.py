@@ -19,6 +19,9 @@ def check_draft(config: RecipeConfig) -> None:
     check_choice(config, "draft.loss", ("acceptance", "kl"))
     check_choice(config, "draft.start", ("mtp", "new"))
     check_choice(config, "draft.data", ("corpus", "conversations"))
+    if config.draft.mtp_from is not None and config.draft.start == "new":
+        cure = "draft.start=mtp, or draft.mtp_from=null"
+        raise refuse(config, "draft.mtp_from", "is not read by draft.start=new", "null there", cure)
     check_range(config, "draft.steps", 7, least=1, most=MOST_STEPS)
     if config.draft.steps + 2 > config.train.seq_length:
         longest = f"{config.draft.steps + 2} or more for draft.steps={config.draft.steps}"

@@ -8,6 +8,7 @@ from typing import Any
 
 from k3train.config.rules import check_choice, check_range, refuse
 from k3train.config.rules_distill import check_teachers
+from k3train.config.rules_rollout_server import SERVERS, check_server
 from k3train.config.schema import RecipeConfig
 from k3train.errors import UserError
 
@@ -18,6 +19,7 @@ CHOICES = {
     "rl.objective.normalization": ("token", "group", "sequence"),
     "rl.objective.signal": ("outcome", "mopd"),
     "rl.rollout.engine": ("local", "openai"),
+    "rl.rollout.server": SERVERS,
     "rl.rollout.refresh": ("in_place", "disk", "none"),
     "rl.rollout.refresh_experts": ("bf16", "mxfp4"),
     "rl.effort.counts": ("thinking", "output"),
@@ -46,6 +48,7 @@ RANGES: dict[str, tuple[float, dict[str, float]]] = {
     "rl.rollout.concurrency": (32, {"least": 1, "most": 4096}),
     "rl.rollout.retries": (3, {"least": 0}),
     "rl.rollout.timeout_seconds": (60, {"above": 0}),
+    "rl.rollout.outage_minutes": (15, {"least": 0}),
     "rl.rollout.bucket_mib": (64, {"least": 1, "most": 512}),
     "rl.effort.samples": (4, {"least": 1}),
     "rl.effort.least": (8, {"least": 1}),
@@ -83,6 +86,7 @@ def _check_objective(config: RecipeConfig) -> None:
             f"clip_low below {neutral:g} and clip_high above it",
             f"{low}={0.5 if neutral else -0.7:g} rl.objective.clip_high={2 if neutral else 0.7:g}",
         )
+    _check_unused(config)
     if objective.skip_uniform and (objective.signal == "mopd" or objective.baseline == "none"):
         key = "rl.objective.skip_uniform"
         why = "would leave out groups that signal=mopd and baseline=none learn from"
@@ -90,6 +94,31 @@ def _check_objective(config: RecipeConfig) -> None:
     if objective.signal == "mopd" and not config.rl.teachers:
         raise refuse(config, "rl.objective.signal", "needs teachers", "outcome, or rl.teachers", "'rl.teachers=[...]'")
     check_teachers(config)
+
+
+def _check_unused(config: RecipeConfig) -> None:
+    """Refuse values that nothing acts on, and one without which the objective is wrong off policy."""
+    objective, rollout = config.rl.objective, config.rl.rollout
+    if rollout.engine == "openai" and rollout.keep_states:
+        why = "keeps states of the local engine; a server keeps none over a pause"
+        raise refuse(config, "rl.rollout.keep_states", why, "false", "rl.rollout.keep_states=false")
+    cap = "rl.objective.importance_cap"
+    if objective.surrogate != "reinforce" and objective.importance_cap:
+        why = f"is for surrogate=reinforce, and surrogate={objective.surrogate} does not look at it"
+        raise refuse(config, cap, why, "0, or surrogate=reinforce", f"{cap}=0")
+    if objective.signal != "mopd" and objective.task_reward:
+        key, why = "rl.objective.task_reward", "is added to teachers' signal, and signal=outcome has none"
+        raise refuse(config, key, why, "0, or signal=mopd", f"{key}=0")
+    older = rollout.finish_fraction < 1 and rollout.max_staleness > 0
+    if objective.surrogate == "reinforce" and not objective.importance_cap and older:
+        raise refuse(
+            config,
+            cap,
+            "weighs tokens of older policies as if the present one had drawn them, and rl.rollout.finish_fraction="
+            f"{rollout.finish_fraction:g} with max_staleness={rollout.max_staleness} trains on such",
+            "more than 0, or rollouts that are on policy (finish_fraction=1, or max_staleness=0)",
+            f"{cap}=2",
+        )
 
 
 def _check_sources(config: RecipeConfig) -> None:
@@ -139,7 +168,11 @@ def _check_rewards(where: str, weights: Mapping[str, float]) -> None:
 
 
 def _check_effort(config: RecipeConfig) -> None:
-    stages = config.rl.effort.stages
+    stages, objective = config.rl.effort.stages, config.rl.objective
+    if config.rl.effort.enabled and objective.signal == "mopd" and not objective.task_reward:
+        why = "overrides rewards, and rl.objective.signal=mopd learns from none where task_reward=0"
+        cure = "rl.effort.enabled=false, or rl.objective.task_reward=1"
+        raise refuse(config, "rl.effort.enabled", why, "false, or a task reward", cure)
     steps = [stage.step for stage in stages]
     if config.rl.effort.enabled and (not stages or steps != sorted(set(steps)) or steps[0] != 0):
         raise UserError(
@@ -178,22 +211,8 @@ def _check_batch(config: RecipeConfig) -> None:
 def _check_engine(config: RecipeConfig) -> None:
     rollout, parallel = config.rl.rollout, config.parallel
     if rollout.engine == "openai":
-        if rollout.replay_experts:
-            why = "needs the experts of each token, which servers do not tell"
-            raise refuse(config, "rl.rollout.replay_experts", why, "false", "rl.rollout.replay_experts=false")
-        if not rollout.url:
-            raise refuse(
-                config, "rl.rollout.url", "names no server", "http://HOST:PORT", "rl.rollout.url=http://127.0.0.1:8000"
-            )
+        check_server(config)
         return
-    if parallel.pipeline > 1:
-        raise refuse(
-            config,
-            "parallel.pipeline",
-            "is no layout that the local engine generates in",
-            "1, or rl.rollout.engine=openai",
-            "parallel.pipeline=1",
-        )
     if parallel.overlap_param_gather:
         raise refuse(
             config,

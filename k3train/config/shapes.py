@@ -26,6 +26,9 @@ EXPERTS = (
     "moe.num_shared_experts",
 )
 
+# Of the layer that becomes a draft, and which sums it reads.
+DRAFT = (*WIDTHS, "attention_residual.enabled", "attention_residual.block_size", *MLA, *EXPERTS, "moe.top_k")
+
 
 def first_difference(was: ModelConfig, now: ModelConfig, keys: Iterable[str]) -> tuple[str, Any, Any] | None:
     """The first of `keys` that differs, with both values; None where all are alike."""

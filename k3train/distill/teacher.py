@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -85,7 +86,8 @@ def load_teacher(path: Path, recipe: RecipeConfig, config: RecipeConfig, device:
     Raises:
         UserError: the layout does not fit it, or it is damaged.
     """
-    recipe.parallel = config.parallel
+    # Its batch is no matter here: it reads the run's rows.
+    recipe.parallel, recipe.train = config.parallel, replace(config.train, precision=recipe.train.precision)
     read_here(recipe.model, config.model.kernels)
     check_parallel(recipe, dist.get_world_size())
     (model,), _ = build_chunks(recipe, device, init=False)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -41,17 +41,25 @@ def read_weights(
         yield name, {"buffer": buffer}
 
 
-def fill(model: K3Model, path: Path) -> None:
-    """Load the weights of a checkpoint into a model that is not sharded by ZeRO. All ranks take part.
+def fill(model: K3Model | Sequence[K3Model], path: Path) -> None:
+    """Load the weights of a checkpoint into a model that is not sharded by ZeRO, or into its chunks on this rank.
+
+    All ranks take part.
 
     Raises:
         UserError: it is damaged, belongs to another model, or DeepSpeed's engine wrote it and ranks share the model.
     """
-    sizes = parallel_state.get_tensor_model_parallel_world_size, parallel_state.get_expert_model_parallel_world_size
+    sizes = (
+        parallel_state.get_tensor_model_parallel_world_size,
+        parallel_state.get_pipeline_model_parallel_world_size,
+        parallel_state.get_expert_model_parallel_world_size,
+    )
+    chunks = [model] if isinstance(model, torch.nn.Module) else list(model)
     if any(size() > 1 for size in sizes) or engines.engine_of(directory.read_marker(path)) == "megatron":
         engines.require_engine(path, "megatron")
-        store.load_model(path, [model])
+        store.load_model(path, chunks)
         return
+    (model,) = chunks
     own = dict(model.named_parameters()) | dict(stored_buffers(model))
     tensors = saved.open_tensors(path, shapes_of(model), all_of_them=False)
     with torch.no_grad():

@@ -25,11 +25,11 @@ from k3train.optim.build import build_schedule
 from k3train.optim.policy import Treatment, apply_policy, optimizer_table
 from k3train.parallel.pieces import pieces
 from k3train.platform import Platform
+from k3train.train.reports import Reports, averages
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 Batch = dict[str, torch.Tensor]
 Loss = Callable[[Any], tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]]
-Reports = dict[str, float]
 
 
 def local_layers(config: RecipeConfig) -> RecipeConfig:
@@ -244,4 +244,4 @@ class ZeroRunner:
         names = sorted(reported[0])
         totals = sum(torch.stack([report[name].double() for name in names]) for report in reported)
         dist.all_reduce(totals, group=parallel_state.get_data_parallel_group())
-        return {name: float(total / max(float(count), 1.0)) for name, (total, count) in zip(names, totals)}
+        return averages(names, totals)

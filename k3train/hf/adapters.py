@@ -14,7 +14,7 @@ from k3train.hf.names import K3_PREFIX, published_name
 from k3train.hf.target import check_target, claimed
 from k3train.hf.together import sync_tree
 from k3train.hf.torch_dist import TensorReader
-from k3train.model.lora import ADAPTER, is_adapter, merged
+from k3train.model.lora import ADAPTER, adapter_of, is_adapter, merged
 
 
 class Merger:
@@ -24,10 +24,14 @@ class Merger:
         self._tensors, self._lora = tensors, lora
         self._a: dict[str, torch.Tensor] = {}
 
+    def has(self, key: str) -> bool:
+        """Whether the tensor `key` has an adapter."""
+        return self._lora is not None and f"{adapter_of(key)}a" in self._tensors
+
     def rows(self, key: str, rows: torch.Tensor, start: int) -> torch.Tensor:
         """`rows` from `start` on of the tensor `key`; in fp32 where it has an adapter."""
-        stem = f"{key.removesuffix('weight')}{ADAPTER}."
-        if self._lora is None or f"{stem}a" not in self._tensors:
+        stem = adapter_of(key)
+        if not self.has(key):
             return rows
         if stem not in self._a:
             self._a = {stem: self._tensors.read(f"{stem}a")}

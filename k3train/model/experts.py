@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
+from k3kernels.row_scale import scale_rows
 from megatron.core import parallel_state
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from megatron.core.transformer.module import MegatronModule
@@ -77,7 +78,7 @@ class LatentExperts(MegatronModule):
         hidden = self._input("w2", self._activate(fused, weights))
         out = multiply(hidden, w2, tokens_per_expert, grouped)
         if self.weights_after_w2:
-            out = (out.float() * weights.unsqueeze(-1)).to(out.dtype)
+            out = scale_rows(out, weights, backend=self.config.k3.kernels)
         return out if loan is None else loan.used(out), None
 
     def _stacks(self) -> tuple[ExpertLoan | None, list[torch.Tensor], list[torch.Tensor]]:

@@ -38,6 +38,11 @@ def is_adapter(name: str) -> bool:
     return f".{ADAPTER}." in name
 
 
+def adapter_of(weight: str) -> str:
+    """What the names of a weight's adapter begin with, where it has one; `a` and `b` come behind it."""
+    return f"{weight.removesuffix('weight')}{ADAPTER}."
+
+
 class Adapter(torch.nn.Module):
     """scale * b (a x): `a` [rank, input], `b` [output, rank], zero at first."""
 
@@ -115,3 +120,14 @@ def attach_adapters(model: torch.nn.Module, config: K3TransformerConfig, lora: L
 def merged(weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scale: float) -> torch.Tensor:
     """The weight [output, input] that does in fp32 what weight and adapter do together; rows of `b` as of `weight`."""
     return weight.float() + scale * (b.float() @ a.float())
+
+
+@torch.no_grad()
+def merge_adapters(model: torch.nn.Module) -> None:
+    """Put what adapters do into the weights beside them, in these weights' dtype, and take the adapters away.
+
+    On one rank of tensor parallelism: both matrices are whole there.
+    """
+    for layer in [m for m in model.modules() if isinstance(m, Adapted) and ADAPTER in m._modules]:
+        adapter = layer._modules.pop(ADAPTER)
+        layer.weight.copy_(merged(layer.weight, adapter.a, adapter.b, adapter.scale))

@@ -10,7 +10,6 @@ from megatron.core.enums import ModelType
 from megatron.core.models.common.language_module.language_module import LanguageModule
 from megatron.core.transformer.module import MegatronModule
 
-from k3train.config.implementation import resolve_kernels
 from k3train.errors import UserError
 from k3train.model.block import K3Block
 from k3train.model.draft import DraftLosses, DraftModel
@@ -20,7 +19,7 @@ from k3train.model.state import StateView
 from k3train.model.transformer_config import K3TransformerConfig
 from k3train.parallel.regions import enter, no_init
 from k3train.parallel.stages import StageContents
-from k3train.parallel.vocab_loss import shard_losses
+from k3train.parallel.vocab_loss import loss_form, shard_losses
 
 
 @dataclass
@@ -189,8 +188,9 @@ class K3Model(LanguageModule):
 
     def _loss(self, labels: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
         """Cross-entropies [b, s] of this rank's logits: by the Triton kernel where it runs, else Megatron-Core's."""
-        if resolve_kernels(self.config.k3.kernels, logits.device.type) == "triton":
-            return shard_losses(logits, labels, self.tp_group)
+        form = loss_form(self.config.k3.kernels, logits.device, logits.dtype)
+        if form == "triton":
+            return shard_losses(logits, labels, self.tp_group, form)
         return self.compute_language_model_loss(labels, logits.float())
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None) -> dict:

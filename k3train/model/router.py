@@ -40,6 +40,7 @@ class QuantileBalancingRouter(TopKRouter, BalancedRouter):
     def __init__(self, config: K3TransformerConfig, pg_collection: Any = None, is_mtp_layer: bool = False) -> None:
         super().__init__(config=config, pg_collection=pg_collection, is_mtp_layer=is_mtp_layer)
         self.moe = moe = config.k3.moe
+        self.backend = config.k3.routing_backend()
         self.collects_statistics = config.update_router_bias
         self.watched = True
         self.weight.k3_init = "normal"
@@ -81,9 +82,7 @@ class QuantileBalancingRouter(TopKRouter, BalancedRouter):
             indices, _ = topk_with_cutoff(logits.detach(), self.selection_bias, self.moe.top_k)
         else:
             counts = self.histogram if counting and self.histogram.shape[1] else None
-            indices, _ = select_and_count(
-                scores.detach(), self.selection_bias, self.moe.top_k, counts, padding, self.moe.quantile_spacing
-            )
+            indices = self._select(scores.detach(), counts, padding)
         if self.replayed is not None:
             indices = torch.where(self.replayed >= 0, self.replayed, indices)
         if self.recorded is not None:
@@ -98,6 +97,13 @@ class QuantileBalancingRouter(TopKRouter, BalancedRouter):
         if counting:
             self._observe(logits.detach(), scores.detach(), routing_map, padding)
         return probs, routing_map
+
+    def _select(
+        self, scores: torch.Tensor, counts: torch.Tensor | None, padding: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Chosen experts [tokens, top_k]; the biases that each expert would need are added to `counts`."""
+        bias, moe = self.selection_bias, self.moe
+        return select_and_count(scores, bias, moe.top_k, counts, padding, moe.quantile_spacing, self.backend)[0]
 
     @torch.no_grad()
     def _observe(
@@ -132,7 +138,7 @@ class QuantileBalancingRouter(TopKRouter, BalancedRouter):
         counts = torch.zeros_like(self.histogram)
         for scores in self.kept_scores:
             padding = scores[:, 0].isnan()
-            select_and_count(scores, self.selection_bias, self.moe.top_k, counts, padding, self.moe.quantile_spacing)
+            self._select(scores, counts, padding)
         return [self.tokens_per_expert, counts]
 
     @torch.no_grad()

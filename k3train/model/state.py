@@ -102,11 +102,12 @@ class SequenceStates:
             self.layers = {index: self._empty(config, index) for index in layers}
 
     @staticmethod
-    def of(model: torch.nn.Module, page_size: int = PAGE_SIZE) -> SequenceStates:
-        """States for a whole `K3Model`."""
-        weight = model.embedding.weight
-        layers = map(int, model.decoder.layers.keys())
-        return SequenceStates(model.config, layers, weight.device, page_size, weight.dtype)
+    def of(model: torch.nn.Module | Sequence[torch.nn.Module], page_size: int = PAGE_SIZE) -> SequenceStates:
+        """States for a whole `K3Model`, or for the chunks of it that a pipeline rank holds."""
+        chunks = [model] if isinstance(model, torch.nn.Module) else model
+        weight = next(chunks[0].parameters())
+        layers = [index for chunk in chunks for index in map(int, chunk.decoder.layers.keys())]
+        return SequenceStates(chunks[0].config, layers, weight.device, page_size, weight.dtype)
 
     def _empty(self, config: K3TransformerConfig, index: int) -> KDABuffers | MLACache:
         dtype, ranks, mla, kda = self.dtype, config.tensor_model_parallel_size, config.k3.mla, config.k3.kda

@@ -159,7 +159,7 @@ def _fill(
         matrices = stacked.transpose(1, 2).flatten(2)
     settings = work.settings
     update = orthogonalize(matrices, settings.steps, settings.coefficients, work.dtype)
-    update = update * (settings.update_scale * max(matrices.shape[-2:]) ** 0.5)
+    update.mul_(settings.update_scale * max(matrices.shape[-2:]) ** 0.5)
     if batch.cut == 1:
         update = update.unflatten(2, (batch.parts, batch.columns)).transpose(1, 2)
     flat = update.reshape(-1)
@@ -170,7 +170,10 @@ def _fill(
 
 
 def newton_schulz_precision(muon: MuonConfig, device_kind: str) -> str:
-    """`optim.muon.precision` as fp32 or bf16 on this kind of device; CPUs gain nothing from bf16."""
+    """`optim.muon.precision` as fp32 or bf16 on this kind of device.
+
+    On CPUs auto is fp32, so that a run is the same on all of them: only some have products of bf16 (docs/speed.md).
+    """
     if muon.precision == "auto":
         return "bf16" if device_kind == "cuda" else "fp32"
     return muon.precision

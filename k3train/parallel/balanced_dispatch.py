@@ -2,7 +2,8 @@
 
 Which rank computes which copies is planned anew for each layer and micro-batch (`expert_plan`); where a rank computes
 copies of another rank's expert, it borrows the weights (`expert_loan`). With S tokens on each rank, K experts a token,
-every rank receives S K copies, whatever was routed: the receive buffer has one size, and no rank waits for another.
+every rank receives S K copies, whatever was routed, and has as many slots for experts: shapes do not change between
+micro-batches, and no rank waits for another.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ class BalancedDispatcher(MoETokenDispatcher):
     def plan(self, routing_map: torch.Tensor, balance: bool, count: bool) -> ExpertLoan | None:
         """Make the plan for `routing_map` [tokens, experts], on every rank of the group; returns what is borrowed.
 
-        With `count` the plan is added to `load`. None: no rank borrows anything.
+        With `count` the plan is added to `load`. None: the plan has no room for borrowed experts (without `balance`).
         """
         mine = routing_map.sum(dim=0)
         counts = mine.new_empty(self.ep_size * len(mine))
@@ -51,7 +52,7 @@ class BalancedDispatcher(MoETokenDispatcher):
         if count:
             self.load.add(plan)
         self.loan = None
-        if any(plan.redundant):
+        if plan.slots:
             self.loan = ExpertLoan(plan, self.ep_group, routing_map.device, self.keeps_loans)
         return self.loan
 

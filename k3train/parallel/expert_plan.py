@@ -95,11 +95,18 @@ class ExpertPlan:
 
     counts: np.ndarray  # [ranks, experts]: copies that the tokens of each rank make
     hosted: np.ndarray  # [ranks, experts]: copies that each rank computes
+    slots: int = 0  # redundant experts that each rank has room for
 
     @staticmethod
     def balanced(counts: np.ndarray) -> ExpertPlan:
-        """Equal numbers of copies on all ranks."""
-        return ExpertPlan(counts, balance(counts.sum(axis=0).tolist(), counts.shape[0]))
+        """Equal numbers of copies on all ranks.
+
+        There is room for as many redundant experts as any loads of as many copies ask for, so that shapes do not depend
+        on what was routed, even where nobody borrows.
+        """
+        ranks, experts = counts.shape
+        slots = most_redundant(experts, ranks, int(counts.sum()) % ranks == 0)
+        return ExpertPlan(counts, balance(counts.sum(axis=0).tolist(), ranks), slots)
 
     @staticmethod
     def at_home(counts: np.ndarray) -> ExpertPlan:
@@ -127,13 +134,6 @@ class ExpertPlan:
             experts = row.nonzero()[0]
             found.append(experts[experts // self.per_rank != rank].tolist())
         return found
-
-    @cached_property
-    def slots(self) -> int:
-        """Redundant experts that each rank has room for: as many as any loads ask for, or none where nobody borrows."""
-        if not any(self.redundant):
-            return 0
-        return most_redundant(self.counts.shape[1], self.ranks, int(self.counts.sum()) % self.ranks == 0)
 
     def lent(self, rank: int) -> list[list[int]]:
         """By borrowing rank, which of this rank's home experts it fetches, counted from 0 on this rank."""

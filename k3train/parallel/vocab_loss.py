@@ -3,7 +3,19 @@
 from __future__ import annotations
 
 import torch
+from k3kernels.backend import resolve_backend
 from k3kernels.cross_entropy import cross_entropy
+
+
+def loss_form(kernels: str, device: torch.device, dtype: torch.dtype | None = None) -> str:
+    """What computes the loss of a model with `model.kernels` = `kernels` on a device: `triton` or `megatron`.
+
+    Megatron-Core's loss is the model's form in PyTorch, for `reference` as well.
+
+    Raises:
+        ValueError: an unknown name, or Triton where it can't run.
+    """
+    return "triton" if resolve_backend("cross_entropy", kernels, device, dtype) == "triton" else "megatron"
 
 
 def shard_losses(

@@ -23,6 +23,8 @@ def run(arguments: argparse.Namespace) -> int:
         raise UserError(f"k3train plan runs as one process, and a launcher started {started}; start it by itself")
     for path in (arguments.picture, arguments.json):
         _check_writable(path)
+    if arguments.top is not None and not arguments.search:
+        raise UserError(f"--top {arguments.top} says how many layouts --search lists; add --search, or leave --top out")
     overrides, cluster_name, changes = split_overrides(arguments.overrides)
     config = load_recipe(overrides, arguments.config_dir)
     if config.stage.name == "draft":
@@ -32,11 +34,15 @@ def run(arguments: argparse.Namespace) -> int:
         )
     cluster = load_cluster(default_cluster(config) if cluster_name is None else cluster_name, changes)
     from k3train.plan import picture, search, text
+    from k3train.plan.measured import read_stage_times
     from k3train.plan.plan import make_plan, not_fitting
 
     if arguments.search:
+        if arguments.stage_times:
+            raise UserError("--stage-times are of one layout, and --search tries many; leave one of the two out")
         return search.run(config, cluster, arguments)
-    plan = make_plan(config, cluster)
+    times = read_stage_times(arguments.stage_times, config) if arguments.stage_times else None
+    plan = make_plan(config, cluster, stage_times=times)
     print(text.summary(plan))
     if cluster_name is None:
         print(f"\nNo cluster was named; this is cluster={cluster.name}.")

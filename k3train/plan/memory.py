@@ -5,14 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from k3train.config.cluster import ClusterConfig
-from k3train.config.quant import policy_in_force
 from k3train.config.schema import RecipeConfig
 from k3train.parallel.stages import StageContents, layout_text, stage_contents, traffic_of
+from k3train.plan import balancing, extras
 from k3train.plan.activations import NOTHING, Activations, Kept
 from k3train.plan.inventory import Inventory
-from k3train.plan.muon import orthogonalization
+from k3train.plan.muon import Orthogonalization, orthogonalization
 from k3train.plan.schedule import in_flight_at_peak, order
-from k3train.plan.sharding import Groups, Held, StageLayout
+from k3train.plan.sharding import Groups, Held, StageLayout, moe_layers
 
 GIB, MIB = 1024**3, 1024**2
 _FEED = 8 + 8 + 4 + 8  # tokens, labels, loss mask, document numbers
@@ -29,6 +29,9 @@ class RankMemory:
     step: dict[str, float]  # while the optimizer runs; activations are gone then
     quantized: float  # rounded copies of the experts' weights
     in_flight: tuple[int, ...]
+    teachers: float = 0.0  # weights of teachers that score a step's texts
+    before: float = 0.0  # of a teacher that is gone when the first step begins
+    muon_round: float = 0.0  # of `step`: fp32 blocks that Muon collects at a time
 
     @property
     def passes(self) -> float:
@@ -36,8 +39,8 @@ class RankMemory:
 
     @property
     def total(self) -> float:
-        """The peak: training state, and the larger of what passes and what the optimizer need."""
-        return self.held.total + max(self.passes, sum(self.step.values()))
+        """The peak: training state, and the largest of what passes, the optimizer and an earlier teacher need."""
+        return self.held.total + self.teachers + max(self.passes, sum(self.step.values()), self.before)
 
     def bars(self) -> dict[str, float]:
         """The peak in parts that add up to it."""
@@ -48,12 +51,17 @@ class RankMemory:
             "fp32 main weights": h.main,
             "optimizer moments": h.moments,
         }
+        if self.teachers:
+            parts["teachers"] = self.teachers
         if self.quantized:
             parts["quantized experts"] = self.quantized
         parts |= {name: size for name, size in self.activations.items() if size}
         parts |= {name: size for name, size in self.workspace.items() if size}
-        if (beyond := sum(self.step.values()) - self.passes) > 0:
-            parts["optimizer step, beyond that"] = beyond
+        later = max(self.passes, step := sum(self.step.values()))
+        if step > self.passes:
+            parts["optimizer step, beyond that"] = step - self.passes
+        if self.before > later:
+            parts["teacher before the first step, beyond that"] = self.before - later
         return parts
 
 
@@ -89,7 +97,8 @@ def rank_memory(
 ) -> RankMemory:
     """The memory of one pipeline rank."""
     p = config.parallel
-    activations, traffic, stages = Activations(config, cluster.kind), traffic_of(config), stages_of(config)
+    activations = Activations(config, cluster.kind, balancing.skew(config, cluster))
+    traffic, stages = traffic_of(config), stages_of(config)
     own = range(rank, len(stages), p.pipeline)
     kept = [stage_activations(activations, stages[i], traffic.tensors_sent(i)) for i in own]
     steps = micro_batches(config, world_size)
@@ -102,16 +111,16 @@ def rank_memory(
     layers = tuple(index for i in own for index in stages[i].layers)
     workspace = activations.workspace(layers, any(stages[i].head for i in own))
     workspace["batch"] = float(steps * activations.tokens * _FEED)
+    workspace["router scores"] = balancing.kept_bytes(config, steps, moe_layers(config, rank))
     held = StageLayout(inventory, config, world_size, rank).largest()
-    return RankMemory(
-        rank, held, alive, workspace, _step(held, config, cluster, world_size), _quantized(held, config), counts
-    )
+    muon = orthogonalization(held, config, Groups.of(config, world_size), cluster.kind)
+    step, quantized = _step(held, muon, cluster), _quantized(held, config)
+    return RankMemory(rank, held, alive, workspace, step, quantized, counts, muon_round=muon.round_bytes)
 
 
-def _step(held: Held, config: RecipeConfig, cluster: ClusterConfig, world_size: int) -> dict[str, float]:
+def _step(held: Held, muon: Orthogonalization, cluster: ClusterConfig) -> dict[str, float]:
     """While the optimizer runs: Muon's exchange and iterations, and the square roots that AdamW makes at once."""
     found: dict[str, float] = {}
-    muon = orthogonalization(held, config, Groups.of(config, world_size), cluster.kind)
     if muon.elements:
         found["Muon's exchange"] = muon.exchange_bytes
         found["Newton-Schulz"] = muon.iteration_bytes
@@ -122,7 +131,5 @@ def _step(held: Held, config: RecipeConfig, cluster: ClusterConfig, world_size: 
 
 def _quantized(held: Held, config: RecipeConfig) -> float:
     """Fake-quantized copies of the experts' weights, which live as long as a step's micro-batches."""
-    if policy_in_force(config.quant, config.stage.name) is None:
-        return 0.0
     size = 2 if config.train.precision == "bf16" else 4
-    return float(size * held.expert_parameters)
+    return size * extras.rounded_weights(config, held.expert_parameters)

@@ -23,6 +23,7 @@ class Orthogonalization:
     elements: int  # under Muon on this rank
     flops: float  # of Newton-Schulz, balanced over the stage
     sent_bytes: float  # to other ranks: pieces, and updates of the blocks that it owns; the stage's mean
+    round_bytes: float  # of fp32 blocks that the rank collects and orthogonalizes at a time
     exchange_bytes: float  # of buffers at a time: two rounds that arrive, one that leaves
     iteration_bytes: float  # of one round: the blocks, their update, and the iterates
 
@@ -60,6 +61,7 @@ def orthogonalization(held: Held, config: RecipeConfig, groups: Groups, kind: st
         elements=elements,
         flops=flops,
         sent_bytes=4.0 * sent,
+        round_bytes=collected if elements else 0.0,
         exchange_bytes=3 * collected if travel else 0.0,
         iteration_bytes=collected * (3 + (1.5 if low else 3)) if elements else 0.0,
     )

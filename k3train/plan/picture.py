@@ -12,9 +12,10 @@ from k3train.plan.text import layout_name
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 # Training state in blues, activations in oranges and reds, what comes and goes in greys.
-_COLORS = {
+COLORS = {  # of every part that a plan names
     "weights": "#0b3c6f",
     "gradients": "#1f5fa8",
     "fp32 main weights": "#5b93cf",
@@ -44,6 +45,15 @@ def draw(plan: Plan, path: Path) -> None:
 
     Raises UserError for a format that the plotting library does not know.
     """
+    figure = figure_of(plan)
+    try:
+        figure.savefig(path, dpi=130)
+    except ValueError as error:
+        raise UserError(f"--picture {path} cannot be drawn ({error}); name a file such as plan.png") from error
+
+
+def figure_of(plan: Plan) -> Figure:
+    """The picture: memory above, the timeline below."""
     from matplotlib.figure import Figure
 
     ranks = len(plan.memory)
@@ -53,21 +63,21 @@ def draw(plan: Plan, path: Path) -> None:
     figure.suptitle(f"{title}{layout_name(plan.config, plan.world_size)} (predicted)", fontsize=12)
     _bars(figure.add_subplot(grid[0]), plan)
     _timeline(figure.add_subplot(grid[1]), plan)
-    try:
-        figure.savefig(path, dpi=130)
-    except ValueError as error:
-        raise UserError(f"--picture {path} cannot be drawn ({error}); name a file such as plan.png") from error
+    return figure
 
 
 def _bars(axes: Axes, plan: Plan) -> None:
     bars = [rank.bars() for rank in plan.memory]
-    names = [name for name in _COLORS if any(name in bar for bar in bars)]
+    # Every part is drawn, one without a colour in black: the bars add up to the peak.
+    names = [
+        name for name in dict.fromkeys([*COLORS, *(n for bar in bars for n in bar)]) if any(name in b for b in bars)
+    ]
     bottom = [0.0] * len(bars)
     for name in names:
         heights = [bar.get(name, 0.0) / GIB for bar in bars]
-        if sum(heights) < 1e-3 * sum(rank.total for rank in plan.memory) / GIB:
-            continue
-        axes.bar(range(len(bars)), heights, bottom=bottom, color=_COLORS[name], label=name, width=0.8)
+        small = sum(heights) < 1e-3 * sum(rank.total for rank in plan.memory) / GIB
+        label = f"_{name}" if small else name  # the legend leaves out names that begin so
+        axes.bar(range(len(bars)), heights, bottom=bottom, color=COLORS.get(name, "black"), label=label, width=0.8)
         bottom = [low + height for low, height in zip(bottom, heights)]
     room = plan.room / GIB
     axes.axhline(room, color="#b3202a", linewidth=1.2, linestyle="--")

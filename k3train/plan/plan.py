@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 
 from k3train.config.cluster import ClusterConfig
 from k3train.config.rules import refuse
@@ -14,9 +15,11 @@ from k3train.errors import UserError
 from k3train.optim.muon import newton_schulz_precision
 from k3train.plan.inventory import Inventory, take_inventory
 from k3train.plan.memory import GIB, RankMemory, rank_memory
+from k3train.plan.omitted import not_counted
 from k3train.plan.step import StepPlan, plan_step
 from k3train.plan.storage import Storage, storage_of
-from k3train.plan.work import Practice
+from k3train.plan.teachers import Teachers, plan_teachers
+from k3train.plan.work import Practice, Seconds
 
 
 @dataclass(frozen=True)
@@ -30,6 +33,12 @@ class Plan:
     memory: tuple[RankMemory, ...]
     step: StepPlan
     storage: Storage
+    teachers: Teachers = field(default_factory=Teachers)
+
+    @property
+    def not_counted(self) -> list[str]:
+        """What the recipe asks for and none of the figures has."""
+        return not_counted(self.config)
 
     @property
     def fullest(self) -> RankMemory:
@@ -92,8 +101,11 @@ def make_plan(
     inventory: Inventory | None = None,
     world_size: int | None = None,
     practice: Practice | None = None,
+    stage_times: Sequence[Seconds] | None = None,
 ) -> Plan:
     """Plan a recipe; `inventory` is that of the same model and optimizer where it was taken before.
+
+    `stage_times`: measured seconds of a micro-batch through each stage, in place of modelled ones.
 
     Raises:
         UserError: the recipe cannot run in this layout, whatever the memory.
@@ -103,9 +115,15 @@ def make_plan(
     check_plannable(config, cluster, world_size)
     inventory = inventory or take_inventory(config)
     ranks = range(config.parallel.pipeline)
-    memory = tuple(rank_memory(inventory, config, cluster, world_size, rank) for rank in ranks)
-    step = plan_step(config, cluster, world_size, list(memory), practice)
-    return Plan(config, cluster, world_size, inventory, memory, step, storage_of(inventory, cluster))
+    teachers = plan_teachers(config, cluster, inventory, world_size)
+    alone = (rank_memory(inventory, config, cluster, world_size, rank) for rank in ranks)
+    memory = tuple(replace(rank, teachers=teachers.resident, before=teachers.before) for rank in alone)
+    step = plan_step(config, cluster, world_size, list(memory), practice, stage_times)
+    if teachers.seconds:
+        step.after["teachers' scoring"] = teachers.seconds
+    if teachers.sent.fast or teachers.sent.network:
+        step.volumes["teachers' parameters"] = teachers.sent
+    return Plan(config, cluster, world_size, inventory, memory, step, storage_of(inventory, cluster), teachers)
 
 
 def not_fitting(plan: Plan) -> UserError:

@@ -60,6 +60,9 @@ class Held:
     moments: int = 0
     router: int = 0  # selection biases and their statistics
     expert_parameters: int = 0  # routed experts' elements
+    trained_experts: int = 0  # of them those that have gradients
+    parameters: tuple[int, ...] = ()  # elements of each chunk on this rank, rows that pad the vocabulary included
+    stage_parameters: tuple[int, ...] = ()  # of each chunk's stage on all its ranks together, each once, without them
     runs: list[Run] = field(default_factory=list)
 
     @property
@@ -118,6 +121,9 @@ class StageLayout:
             stand_ins = {_stand_in(t, shared, config): t for t, shared in members}
             self.common.weights += sum(p.numel() * p.element_size() for p in stand_ins)
             self.common.expert_parameters += sum(p.numel() for p, t in stand_ins.items() if t.expert)
+            self.common.trained_experts += sum(p.numel() for p, t in stand_ins.items() if t.expert and t.trained)
+            self.common.parameters += (sum(p.numel() for p in stand_ins),)
+            self.common.stage_parameters += (sum(torch.Size(t.shape).numel() for t in stand_ins.values()),)
             trained = [p for p, t in stand_ins.items() if t.trained]
             if self.sharded:
                 data = self.groups.data // config.parallel.context

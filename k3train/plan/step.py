@@ -2,32 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from k3train.config.cluster import ClusterConfig
 from k3train.config.rules_parallel import data_parallel_size
-from k3train.config.schema import ParallelConfig, RecipeConfig
+from k3train.config.schema import RecipeConfig
 from k3train.optim.muon import newton_schulz_precision
 from k3train.parallel.stages import traffic_of
+from k3train.plan import balancing, extras
 from k3train.plan.activations import Activations
 from k3train.plan.links import Links
 from k3train.plan.memory import RankMemory, micro_batches, stages_of
 from k3train.plan.muon import orthogonalization
 from k3train.plan.schedule import StageTimes, Timeline, simulate
-from k3train.plan.sharding import Groups
+from k3train.plan.sharding import Groups, moe_layers
+from k3train.plan.volumes import (
+    Volume,
+    Volumes,
+    ends_are_near,
+    gradient_rounds,
+    gradient_shares,
+    own_stages,
+    shared_embedding_bytes,
+)
 from k3train.plan.work import ZERO, Practice, Seconds, Work
 from k3train.telemetry.flops import model_flops
 
+# Guessed: twice the 30 and 24 bytes of state, gradient and weight that an update has to move, for temporaries.
 _ADAMW_PASSES, _MUON_PASSES = 60, 48  # bytes read and written an element by their elementwise kernels, roughly
-
-
-@dataclass(frozen=True)
-class Volume:
-    """Bytes that the busiest rank sends in a step, by link."""
-
-    fast: float = 0.0
-    network: float = 0.0
 
 
 @dataclass
@@ -46,6 +49,8 @@ class StepPlan:
     flops_per_token: float
     peak: float  # FLOP/s of all devices together
     steps: int
+    stages: list[StageTimes]  # that the timeline was made of
+    measured: bool = False  # whether their passes were
     hidden: dict[str, float] = field(default_factory=dict)  # communication that passes hide
 
     @property
@@ -75,15 +80,22 @@ def plan_step(
     world_size: int,
     memory: list[RankMemory],
     practice: Practice | None = None,
+    measured: Sequence[Seconds] | None = None,
 ) -> StepPlan:
-    """Predict a step of a recipe whose ranks hold what `memory` says (one entry a pipeline rank)."""
+    """Predict a step of a recipe whose ranks hold what `memory` says (one entry a pipeline rank).
+
+    `measured`: seconds of a micro-batch through each stage, in place of modelled ones.
+    """
     practice = practice or Practice.of(config)
     p, train = config.parallel, config.train
     links = Links(cluster, p, world_size)
     work = Work(config, cluster, links, practice)
     activations = Activations(config, cluster.kind)
     traffic, stages = traffic_of(config), stages_of(config)
-    by_stage = [work.stage(s.layers, s.embedding, s.head, s.mtp) for s in stages]
+    if measured is None:
+        by_stage = [work.stage(s.layers, s.embedding, s.head, s.mtp) for s in stages]
+    else:
+        by_stage = [{"measured passes": seconds} for seconds in measured]
     totals = [sum(parts.values(), ZERO) for parts in by_stage]
     payloads = [traffic.tensors_sent(i) * activations.stream for i in range(len(stages))]
     times = [
@@ -92,9 +104,10 @@ def plan_step(
     ]
     count = micro_batches(config, world_size)
     timeline = simulate(times, p.pipeline, count)
-    slowest = max(range(p.pipeline), key=lambda r: sum(totals[i].forward + totals[i].backward for i in _own(r, p)))
+    both = [t.forward + t.backward for t in times]
+    slowest = max(range(p.pipeline), key=lambda r: sum(both[i] for i in own_stages(r, p)))
     parts: dict[str, Seconds] = {}
-    for i in _own(slowest, p):
+    for i in own_stages(slowest, p):
         for name, seconds in by_stage[i].items():
             parts[name] = parts.get(name, ZERO) + seconds
     after, hidden = _after(config, cluster, links, memory, times, practice)
@@ -107,33 +120,15 @@ def plan_step(
         parts=parts,
         slowest=slowest,
         after=after,
-        volumes=_volumes(config, links, work, memory, payloads),
+        volumes=Volumes(config, links, work, memory, payloads).all(),
         tokens_per_step=train.global_batch_size * train.seq_length,
         flops_per_token=model_flops(config.model, train.seq_length),
         peak=peak * world_size,
         steps=train.steps,
+        stages=times,
+        measured=measured is not None,
         hidden=hidden,
     )
-
-
-def _own(rank: int, parallel: object) -> range:
-    """The stages of a pipeline rank."""
-    return range(rank, parallel.pipeline * parallel.virtual_pipeline, parallel.pipeline)
-
-
-def _shared(config: RecipeConfig, groups: Groups, memory: RankMemory) -> list[tuple[float, int, int]]:
-    """Gradient elements of one rank, over how many ranks they are reduced, and how far apart those are.
-
-    First of everything but experts, then of experts.
-    """
-    p, elements = config.parallel, memory.held.gradients / 4
-    experts = min(elements, memory.held.expert_parameters)
-    return [(elements - experts, groups.data, p.tensor), (experts, groups.expert_data, p.expert * p.expert_tensor)]
-
-
-def _rounds(parallel: ParallelConfig) -> int:
-    """How often gradients travel: the distributed optimizer scatters their sums; without it an all-reduce does both."""
-    return 1 if parallel.distributed_optimizer else 2
 
 
 def _after(
@@ -152,9 +147,9 @@ def _after(
     element = 2 if train.precision == "bf16" else 4
     rate = getattr(cluster.peak_tflops, newton_schulz_precision(config.optim.muon, cluster.kind))
     for rank in memory:
-        shared = _shared(config, groups, rank)
+        shared = gradient_shares(config, groups, rank)
         once = sum(links.gather(practice.gradient_bytes * n, ranks, stride) for n, ranks, stride in shared)
-        reduce = max(reduce, _rounds(p) * once)
+        reduce = max(reduce, gradient_rounds(p) * once)
         if p.distributed_optimizer:
             gather = max(gather, sum(links.gather(element * n, ranks, stride) for n, ranks, stride in shared))
         muon = orthogonalization(rank.held, config, groups, cluster.kind)
@@ -167,7 +162,11 @@ def _after(
             exchange = max(exchange, links.send(muon.sent_bytes, links.stays_fast(groups.data, p.tensor)))
     found, hidden = {"optimizer": update}, {}
     found |= {"Newton-Schulz": iterate, "Muon's exchange": exchange}
-    found["router counts"] = _router_counts(config, links, groups, memory)
+    found |= _routers(config, links, memory, bandwidth)
+    if rounded := max(extras.rounded_weights(config, rank.held.expert_parameters) for rank in memory):
+        found["rounding weights"] = rounded * extras.round_bytes(config, cluster.kind) / bandwidth
+    if shared := shared_embedding_bytes(config, practice.gradient_bytes):
+        found["shared embedding"] = links.send(shared, ends_are_near(links))
     # Overlapped, gradients are reduced from the last backward of a rank's last chunk on, and parameters are gathered
     # until the first forward of its last chunk.
     chunks = 1 + p.pipeline * (p.virtual_pipeline - 1)
@@ -179,72 +178,15 @@ def _after(
     return {name: seconds for name, seconds in found.items() if seconds}, hidden
 
 
-def _router_counts(config: RecipeConfig, links: Links, groups: Groups, memory: list[RankMemory]) -> float:
-    """Pooling a step's histograms (Quantile Balancing): an all-reduce a round over all ranks of a stage."""
-    ranks, size = groups.data * config.parallel.tensor, _router_bytes(config, memory)
-    return config.model.moe.quantile_alternations * 2 * links.gather(size, ranks, 1) if size else 0.0
-
-
-def _router_bytes(config: RecipeConfig, memory: list[RankMemory]) -> float:
-    """Of the counts of all layers of a rank. Its biases, one number an expert beside a histogram, are not left out."""
-    return max(rank.held.router for rank in memory) if config.stage.moves_router_bias else 0
-
-
-def _volumes(
-    config: RecipeConfig, links: Links, work: Work, memory: list[RankMemory], payloads: list[float]
-) -> dict[str, Volume]:
-    """Bytes that the busiest rank sends in one step, by what for and over which link."""
-    p, model = config.parallel, config.model
-    count, groups = micro_batches(config, links.world_size), Groups.of(config, links.world_size)
-    passes = 3 if p.recompute == "full" else 2
-    found: dict[str, Volume] = {}
-
-    def add(name: str, size: float, fast: bool) -> None:
-        old = found.get(name, Volume())
-        found[name] = Volume(old.fast + size, old.network) if fast else Volume(old.fast, old.network + size)
-
-    stages = stages_of(config)
-    if p.expert > 1:
-        layers = max(sum(sum(model.is_moe(i) for i in stages[s].layers) for s in _own(r, p)) for r in range(p.pipeline))
-        copies = work.tokens / p.tensor * model.moe.top_k * (model.moe.latent_size or model.hidden_size) * work.e
-        _, fast, network = links.split_all_to_all(copies, model.moe.top_k, False)
-        found["token dispatch"] = Volume(*(2 * passes * count * layers * size for size in (fast, network)))
-        if p.balanced_experts:
-            # Fetched forward and once more for the backward, and the gradients returned.
-            _, fast, network = links.split_all_to_all(work.expert_bytes() * p.expert / (p.expert - 1), 1, False)
-            found["redundant experts, one a rank"] = Volume(*(3 * count * layers * size for size in (fast, network)))
-    if p.tensor > 1:
-        layers = max(sum(len(stages[s].layers) for s in _own(r, p)) for r in range(p.pipeline))
-        size = work.tokens * model.hidden_size * work.e * (p.tensor - 1) / p.tensor
-        add("tensor parallel", 4 * passes * count * layers * size, links.stays_fast(p.tensor, 1))
-    if p.context > 1:
-        size = max(sum(_context_bytes(config, work, _own(r, p))) for r in range(p.pipeline))
-        add("context parallel", count * size * (p.context - 1) / p.context, links.stays_fast(p.context, p.tensor))
-    if p.pipeline > 1:
-        sent = max(sum(payloads[s] + (payloads[s - 1] if s else 0.0) for s in _own(r, p)) for r in range(p.pipeline))
-        add("pipeline", count * sent, links.stage_is_near)
-    element = 2 if config.train.precision == "bf16" else 4
-    for rank in memory[:1] if p.pipeline == 1 else [max(memory, key=lambda m: m.held.gradients)]:
-        for n, ranks, stride in _shared(config, groups, rank):
-            sent, fast = n * (ranks - 1) / ranks, links.stays_fast(ranks, stride)
-            add("gradient reduction", _rounds(p) * work.practice.gradient_bytes * sent, fast)
-            if p.distributed_optimizer:
-                add("parameter gathering", element * sent, fast)
-        muon = orthogonalization(rank.held, config, groups, links.cluster.kind)
-        if muon.sent_bytes:
-            add("Muon's exchange", muon.sent_bytes, links.stays_fast(groups.data, p.tensor))
-    pooling = groups.data * p.tensor
-    counts = 2 * model.moe.quantile_alternations * _router_bytes(config, memory) * (pooling - 1) / pooling
-    add("router counts", counts, links.stays_fast(pooling, 1))
-    return {name: volume for name, volume in found.items() if volume.fast or volume.network}
-
-
-def _context_bytes(config: RecipeConfig, work: Work, stages: range) -> Iterator[float]:
-    """What context-parallel exchanges of a micro-batch make whole on a pipeline rank, layer by layer."""
-    model, described = config.model, stages_of(config)
-    for stage in (described[s] for s in stages):
-        mixers = [model.is_full_attention(i) for i in stage.layers] + [model.mtp.mixer == "mla"] * stage.mtp
-        for place, full_attention in enumerate(mixers):
-            forward, backward = work.context_bytes(full_attention)
-            again = config.parallel.recompute == "full" and place < len(stage.layers)
-            yield (2 if again else 1) * forward + backward
+def _routers(config: RecipeConfig, links: Links, memory: list[RankMemory], bandwidth: float) -> dict[str, float]:
+    """Pooling a step's statistics over all ranks of a stage, an all-reduce a round, and finding the new biases."""
+    p, count = config.parallel, micro_batches(config, links.world_size)
+    ranks = Groups.of(config, links.world_size).data * p.tensor
+    layers = max(moe_layers(config, rank) for rank in range(p.pipeline))
+    searched = balancing.search_bytes(config, links.cluster.kind, count, ranks, layers)
+    found = {"balancing, new biases": searched / bandwidth}
+    if counts := balancing.pooled_bytes(memory):
+        found["router counts"] = balancing.rounds(config) * 2 * links.gather(counts, ranks, 1)
+    if scores := balancing.gathered_bytes(config, count, ranks, layers):
+        found["router scores"] = links.gather(scores, ranks, 1)
+    return found

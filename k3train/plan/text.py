@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from typing import Any
 
 from k3train.config.parameters import parameter_count
 from k3train.config.schema import RecipeConfig
+from k3train.plan import balancing
 from k3train.plan.links import Links
 from k3train.plan.memory import GIB, MIB
 from k3train.plan.plan import Plan
@@ -35,16 +37,50 @@ def table(rows: Sequence[Sequence[str]]) -> str:
 
 def memory_table(plan: Plan) -> list[list[str]]:
     """Memory of every pipeline rank, part by part; ranks that are alike share a column."""
-    names = list(dict.fromkeys(name for rank in plan.memory for name in rank.bars()))
-    size, unit = (GIB, "GiB") if plan.fullest.total >= GIB else (MIB, "MiB")
-    columns: dict[tuple, list[int]] = {}
+    size, unit = _unit(plan)
+    of_ranks = [{**rank.bars(), "peak": rank.total} for rank in plan.memory]
+    return _by_rank(f"{unit} on pipeline rank", of_ranks, lambda value: f"{value / size:,.2f}", last="peak")
+
+
+def optimizer_table(plan: Plan) -> list[list[str]]:
+    """What the optimizer needs beside the training state, when activations are gone."""
+    size, unit = _unit(plan)
+    of_ranks = [{**rank.step, "all of it": sum(rank.step.values()), "for passes": rank.passes} for rank in plan.memory]
+    shown = _by_rank(f"{unit}, optimizer's step", of_ranks, lambda value: f"{value / size:,.2f}")
+    if any(rank.muon_round for rank in plan.memory):
+        rounds = {rank.muon_round for rank in plan.memory}
+        shown[0][0] += f" (rounds of {max(rounds) / size:,.2f})"
+    return shown
+
+
+def parameter_table(plan: Plan) -> list[list[str]]:
+    """How many parameters a device of every pipeline rank and its stage hold, by virtual chunk where there are more."""
+    of_ranks = []
     for rank in plan.memory:
-        bars = rank.bars()
-        cells = (*(f"{bars.get(name, 0.0) / size:,.2f}" for name in names), f"{rank.total / size:,.2f}")
-        columns.setdefault(cells, []).append(rank.rank)
-    head = [f"{unit} on pipeline rank", *(_ranges(ranks) for ranks in columns.values())]
+        held, counts = rank.held, {}
+        for name, each in (("a device", held.parameters), ("its stage", held.stage_parameters)):
+            counts[name] = sum(each)
+            if len(each) > 1:
+                counts |= {f"{name}, chunk {number}": count for number, count in enumerate(each)}
+        of_ranks.append(counts)
+    return _by_rank("parameters of pipeline rank", of_ranks, _count)
+
+
+def _unit(plan: Plan) -> tuple[float, str]:
+    return (GIB, "GiB") if plan.fullest.total >= GIB else (MIB, "MiB")
+
+
+def _by_rank(
+    head: str, of_ranks: list[dict[str, float]], shown: Callable[[float], str], last: str | None = None
+) -> list[list[str]]:
+    """A row a name, a column a pipeline rank; ranks that are alike share one."""
+    names = [name for name in dict.fromkeys(name for rank in of_ranks for name in rank) if name != last]
+    names += [last] if last else []
+    columns: dict[tuple, list[int]] = {}
+    for number, rank in enumerate(of_ranks):
+        columns.setdefault(tuple(shown(rank.get(name, 0.0)) for name in names), []).append(number)
     body = [[name, *(cells[i] for cells in columns)] for i, name in enumerate(names)]
-    return [head, *body, ["peak", *(cells[-1] for cells in columns)]]
+    return [[head, *(_ranges(ranks) for ranks in columns.values())], *body]
 
 
 def _ranges(numbers: list[int]) -> str:
@@ -72,11 +108,13 @@ def time_table(plan: Plan) -> list[list[str]]:
 
 
 def volume_table(plan: Plan) -> list[list[str]]:
-    """GiB that the busiest rank sends in a step."""
+    """What the busiest rank sends in a step."""
+    most = max(max(volume.fast, volume.network) for volume in plan.step.volumes.values())
+    size, unit = (GIB, "GiB") if most >= GIB else (MIB, "MiB")
     fast = f"inside {Links(plan.cluster, plan.config.parallel, plan.world_size).domain} devices"
-    rows = [["GiB sent by a rank in a step", fast, "over the network"]]
+    rows = [[f"{unit} sent by a rank in a step", fast, "over the network"]]
     for name, volume in plan.step.volumes.items():
-        rows.append([name, f"{volume.fast / GIB:,.3f}", f"{volume.network / GIB:,.3f}"])
+        rows.append([name, f"{volume.fast / size:,.3f}", f"{volume.network / size:,.3f}"])
     return rows
 
 
@@ -86,15 +124,15 @@ def summary(plan: Plan) -> str:
     count, tokens = parameter_count(config.model), step.tokens_per_step * step.steps
     saved = f", written in {_duration(store.seconds)} at {cluster.storage_gbs:g} GB/s" if store.seconds else ""
     room = f"{plan.fullest.total / GIB:,.1f} of {plan.room / GIB:,.1f} GiB on pipeline rank {plan.fullest.rank}"
-    rollouts = ["rollouts    not planned: what follows is the training of what they made"]
     lines = [
         f"{config.recipe_name} on {plan.world_size:,} x {cluster.device} ({cluster.name}): predicted, not measured",
-        *(rollouts if config.stage.name == "rl" else []),
         f"layout      {layout_name(config, plan.world_size)}; {step.micro_batches} micro-batches of "
         f"{config.train.micro_batch_size} x {config.train.seq_length:,} tokens a step",
         *_placement(plan),
+        *_load(plan),
         f"model       {_count(count['total'])} parameters, {_count(count['active'])} active",
         f"memory      {room}: {'fits' if plan.fits else 'DOES NOT FIT'}",
+        *(["passes      of measured stage times; all else is modelled"] if step.measured else []),
         f"step        {_duration(step.seconds)} for {step.tokens_per_step:,} tokens; pipeline ranks wait "
         f"{step.timeline.bubble:.1%} of the passes",
         f"throughput  {step.tokens_per_second:,.0f} tokens/s, "
@@ -104,8 +142,13 @@ def summary(plan: Plan) -> str:
         f"{_duration(tokens / step.tokens_per_second)} on these",
         f"checkpoint  {store.checkpoint / GIB:,.1f} GiB ({store.weights / GIB:,.1f} weights){saved}",
         f"export      {store.export_mxfp4 / GIB:,.1f} GiB with MXFP4 experts",
+        f"not counted {'; '.join(plan.not_counted)}",
+        *(f"assumed     {said}" for said in plan.teachers.assumed),
         "",
         table(memory_table(plan)),
+        "",
+        *([table(optimizer_table(plan)), ""] if any(rank.step for rank in plan.memory) else []),
+        table(parameter_table(plan)),
         "",
         f"Passes of one micro-batch on pipeline rank {step.slowest}, the slowest, all its chunks:",
         table(time_table(plan)),
@@ -124,6 +167,14 @@ def _placement(plan: Plan) -> list[str]:
     return [
         f"placement   {links.domain} ranks in each of {domains:,} domains of {size} devices, {links.idle} of them idle"
     ]
+
+
+def _load(plan: Plan) -> list[str]:
+    """Where the load of experts is taken as uneven."""
+    skew = balancing.skew(plan.config, plan.cluster)
+    if skew == 1:
+        return []
+    return [f"load        the busiest expert-parallel rank has {skew:g} times the mean (cluster.max_over_mean)"]
 
 
 def _count(number: float) -> str:
@@ -155,11 +206,24 @@ def plain(plan: Plan) -> dict[str, Any]:
             "data": step.data_parallel,
             "recompute": p.recompute,
         },
+        "max_over_mean": balancing.skew(plan.config, plan.cluster),
         "parameters": parameter_count(plan.config.model),
+        "not_counted": plan.not_counted,
+        "assumed": list(plan.teachers.assumed),
         "fits": plan.fits,
         "room_bytes": plan.room,
         "memory": [
-            {"rank": r.rank, "peak_bytes": r.total, "bytes": r.bars(), "in_flight": list(r.in_flight)}
+            {
+                "rank": r.rank,
+                "peak_bytes": r.total,
+                "bytes": r.bars(),
+                "passes_bytes": r.passes,
+                "optimizer_step_bytes": r.step,
+                "muon_round_bytes": r.muon_round,
+                "in_flight": list(r.in_flight),
+                "parameters": list(r.held.parameters),
+                "stage_parameters": list(r.held.stage_parameters),
+            }
             for r in plan.memory
         ],
         "step": {
@@ -167,6 +231,8 @@ def plain(plan: Plan) -> dict[str, Any]:
             "micro_batches": step.micro_batches,
             "bubble": step.timeline.bubble,
             "passes_seconds": step.timeline.total,
+            "stages": [asdict(times) for times in step.stages],
+            "stages_are": "measured" if step.measured else "modelled",
             "after_seconds": step.after,
             "hidden_seconds": step.hidden,
             "parts_seconds": {n: {"forward": s.forward, "backward": s.backward} for n, s in step.parts.items()},

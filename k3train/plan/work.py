@@ -13,16 +13,21 @@ from k3train.config.cluster import ClusterConfig
 from k3train.config.layer_costs import mixer_flops
 from k3train.config.parameters import kda_parameters, mla_parameters
 from k3train.config.schema import RecipeConfig
+from k3train.plan import adapters, balancing, extras
 from k3train.plan.activations import fused_loss
 from k3train.plan.links import Links
 
+# What each figure below rests on (guessed, derived, calibrated) is tabled in docs/planner.md, "Assumed constants".
 # fla's KDA forward moves this many times its inputs and output over the memory bus in the time it takes: from 2.327 ms
 # (GB200, 8 TB/s) and 4.84 ms (H20, 4 TB/s) for 8,192 tokens of 96 heads of 128, both of FlashKDA's published table.
 KDA_PASSES = 19.0
-KDA_BACKWARD = 2.5  # times the forward; assumed
-ATTENTION_BACKWARD = 2.5  # five products instead of two
-# Times that one kernel of the residual mixture reads its sources; assumed: logits, softmax and sum in one pass.
+KDA_BACKWARD = 2.5  # times the forward; guessed: no published timing of a backward
+ATTENTION_BACKWARD = 2.5  # derived: five products instead of two
+# Times that one kernel of the residual mixture reads its sources; derived: logits, softmax and sum in one pass.
 MIX_PASSES = 1.0
+# Parts that a layer that is run again does not repeat: its backward mixes again in any case, and statistics are taken
+# in one of the two passes.
+_ONCE = ("residual mixture", "balancing", "QK-Clip")
 KERNELS = {"kda": 60, "mla": 45, "dense": 12, "moe": 110, "mix": 20}  # launched forward by a layer's parts, roughly
 
 
@@ -74,16 +79,17 @@ class Work:
         self.tp, self.etp = p.tensor, p.expert_tensor
         self.tokens = train.micro_batch_size * train.seq_length // p.context
         self.e = 4 if practice.format == "fp32" else 2
+        self.skew = balancing.skew(config, cluster)
         peaks = cluster.peak_tflops
         self.peak = {"fp32": peaks.fp32 * 1e12, "bf16": peaks.bf16 * 1e12, "fp8": peaks.fp8 * 1e12}
 
     def _product(self, flops: float, how: str = "matmul", form: str | None = None) -> Seconds:
-        """A product forward, and the two of its backward."""
+        """A product forward, and the two of its backward; of a frozen weight only that for its input."""
         once = flops / (self.peak[form or self.practice.format] * getattr(self.cluster.efficiency, how))
-        return Seconds(once, 2 * once)
+        return Seconds(once, once if self.config.lora.enabled else 2 * once)
 
     def _moved(self, size: float, backward: float = 2.0) -> Seconds:
-        """Elementwise kernels that read and write `size` bytes forward."""
+        """Elementwise kernels that read and write `size` bytes forward, and backward (guessed) twice as many."""
         once = size / (self.cluster.memory_gbs * 1e9 * self.cluster.efficiency.memory)
         return Seconds(once, backward * once)
 
@@ -95,6 +101,8 @@ class Work:
         found = {"projections": self._product(2 * parameters * t)}
         if full_attention:
             form = "fp32" if self.practice.format == "fp32" else "bf16"
+            if self.config.optim.qk_clip.enabled:
+                found["QK-Clip"] = self.largest_logits(form)
             core = self._product(attention * t, "attention", form)
             found["attention"] = replace(core, backward=ATTENTION_BACKWARD * core.forward)
             width = model.mla.num_heads * model.mla.v_head_dim
@@ -104,10 +112,22 @@ class Work:
         size = 5 * width * self.e * t * KDA_PASSES
         raw = size / (self.cluster.memory_gbs * 1e9)  # the calibration took the whole bandwidth
         if self.cluster.kind == "cpu":
+            # Guessed: the chunked form does about four times the products of the recurrent one.
             raw = max(raw, self._product(4 * attention * t).forward)
         found["KDA"] = Seconds(raw, KDA_BACKWARD * raw)
         found["elementwise"] = self._moved(t * (12 * width + 4 * h) * self.e)  # convolutions, gate, norms
         return found
+
+    def largest_logits(self, form: str) -> Seconds:
+        """The queries and keys that weight clipping multiplies once more every `interval` steps, in the mean.
+
+        In the pass that autograd records alone, so once with recomputation too.
+        """
+        logits = extras.measured_logits(self.config) / self.tp
+        width = self.model.mla.qk_nope_head_dim + self.model.mla.qk_rope_head_dim
+        once = self._product(2 * width * logits, "attention", form).forward
+        once += self._moved(logits * (2 * self.e + extras.LOGIT_BYTES)).forward
+        return Seconds(once / self.config.optim.qk_clip.interval, 0.0)
 
     def feed_forward(self, moe: bool) -> dict[str, Seconds]:
         """Of a dense FFN, or of a mixture of experts with its exchange of tokens."""
@@ -121,18 +141,25 @@ class Work:
         m = model.moe
         latent = m.latent_size or h
         shared = m.num_shared_experts * m.expert_hidden_size
-        copies = t * m.top_k  # that this rank's experts compute; with expert TP more of them, on a part of the width
+        copies = t * m.top_k
+        received = copies * self.skew  # by the slowest rank; with expert TP more of them, on a part of the width
         local = 3 * latent * m.expert_hidden_size / self.etp * m.num_experts / self.config.parallel.expert
-        grouped = self._product(6 * latent * m.expert_hidden_size * copies, "grouped")
-        weights = self._moved(local * self.e)  # few tokens an expert: reading its weights takes longer
+        grouped = self._product(6 * latent * m.expert_hidden_size * received, "grouped")
+        # Few tokens an expert: reading its weights takes longer.
+        weights = self._moved(local * self.e, 1.0 if self.config.lora.enabled else 2.0)
         found = {
             "experts": Seconds(max(grouped.forward, weights.forward), max(grouped.backward, weights.backward)),
             "projections": self._product(2 * (3 * h * shared + (2 * h * latent if m.latent_size else 0)) * t),
             "router": self._product(2 * h * m.num_experts * t, "matmul", "fp32" if self.practice.router_fp32 else None),
         }
-        permuted = copies * (self.practice.permute_passes * latent + 5 * m.expert_hidden_size)
+        # Half of the permutation's passes are over copies that are sent, half over those that arrive.
+        permuted = (copies + received) / 2 * self.practice.permute_passes * latent + received * 5 * m.expert_hidden_size
         found["elementwise"] = self._moved((permuted + t * (4 * shared + 6 * h)) * self.e + t * m.num_experts * 24)
-        found["dispatch"] = self.dispatch(copies * latent)
+        found["dispatch"] = self.dispatch(received * latent)
+        if counted := balancing.counting_bytes(self.config, self.cluster.kind):
+            found["balancing"] = self._moved(counted, 0.0)
+        if rounded := extras.rounded_inputs(self.config, received):
+            found["rounding inputs"] = self._moved(rounded * extras.round_bytes(self.config, self.cluster.kind), 0.0)
         if self.config.parallel.balanced_experts:
             found["redundant experts"] = self.redundant_expert()
         return found
@@ -149,7 +176,13 @@ class Work:
         """
         ranks = self.config.parallel.expert
         once = self.links.all_to_all(self.expert_bytes() * ranks / (ranks - 1), 1, False)
-        return Seconds(once, once if self.again() else 2 * once)
+        # `stage` adds the share of the forward that is run again.
+        return Seconds(once, (1 - self.again() + self.returned) * once)
+
+    @property
+    def returned(self) -> int:
+        """Gradients of a borrowed expert that go home: one set, of a frozen one none."""
+        return 0 if self.config.lora.enabled else 1
 
     def dispatch(self, elements: float) -> Seconds:
         """Sending token copies to their experts and back; the backward does the same with gradients."""
@@ -208,6 +241,10 @@ class Work:
         """All parts of a decoder layer, without recomputation."""
         full, moe = self.model.is_full_attention(index), self.model.is_moe(index)
         found = self._parts(full, moe)
+        if layers := adapters.adapted(self.config, full, moe):
+            once = self._product(adapters.flops(self.config, layers, self.tokens)).forward
+            moved = self._moved(adapters.moved(self.config, layers, self.tokens) * self.e)
+            found["adapters"] = Seconds(once, 2 * once) + moved
         if self.model.attention_residual.enabled:
             found["residual mixture"] = self.mixture(index)
         return self._waits_for_host(found, full, moe)
@@ -249,6 +286,8 @@ class Work:
         model = self.model
         found = self._parts(model.mtp.mixer == "mla", model.moe.num_experts > 0)
         found["projections"] += self._product(4 * model.hidden_size**2 * self.tokens / self.tp)
+        if fetched := found.get("redundant experts"):  # again before the backward, for this layer is never run again
+            found["redundant experts"] = replace(fetched, backward=(1 + self.returned) * fetched.forward)
         return {**found, **self.head()}
 
     def again(self) -> float:
@@ -263,7 +302,7 @@ class Work:
 
         def add(parts: dict[str, Seconds], again: float) -> None:
             for name, seconds in parts.items():
-                more = 0.0 if name == "residual mixture" else again  # whose backward mixes again in any case
+                more = 0.0 if name in _ONCE else again
                 whole = replace(seconds, backward=seconds.backward + more * seconds.forward)
                 found[name] = found.get(name, ZERO) + whole
 

@@ -7,7 +7,7 @@ Format: OCP Microscaling Formats v1.0, sections 5.3.3 (E2M1) and 5.4.1 (E8M0); p
 from __future__ import annotations
 
 import torch
-from k3kernels.mx import BLOCK, E2M1, block_scales, pack_pairs
+from k3kernels.mx import BLOCK, E2M1, block_scales, pack_pairs, quantize
 from k3kernels.mx.formats import NAN_SCALE
 
 MAX_SCALE = 254
@@ -55,7 +55,10 @@ def scales_of(values: torch.Tensor, rule: str = "round_up") -> torch.Tensor:
     Raises:
         ValueError: a value is not finite; the message says where.
     """
-    scales = block_scales(values.detach().float().unflatten(-1, (-1, BLOCK)), E2M1, rule)
+    return _finite(block_scales(values.detach().float().unflatten(-1, (-1, BLOCK)), E2M1, rule))
+
+
+def _finite(scales: torch.Tensor) -> torch.Tensor:
     if (bad := (scales == NAN_SCALE).nonzero()).numel():
         raise ValueError(f"a value that is not finite in block {tuple(bad[0].tolist())}")
     return scales
@@ -103,8 +106,8 @@ def encode(
 
 def _encode_rows(values: torch.Tensor, hints: torch.Tensor | None, rule: str) -> tuple[torch.Tensor, torch.Tensor]:
     if hints is None:
-        scales = scales_of(values, rule)
-        return pack_pairs(codes_of(values, scales)[0]), scales
+        packed, scales = quantize(values, "e2m1", rule)  # the codec's kernel where the values are on a GPU
+        return packed, _finite(scales)
     codes, exact = codes_of(values, hints.clamp(max=MAX_SCALE))
     exact &= hints != NAN_SCALE
     if exact.all():

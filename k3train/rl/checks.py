@@ -19,6 +19,7 @@ class Outcome:
     reward: float | None = None
     reply: tuple[int, ...] = ()
     info: dict[str, float] = field(default_factory=dict)
+    right: bool | None = None  # as `Step` has it
 
 
 class _InvalidError(Exception):
@@ -47,7 +48,7 @@ def outcome_of(result: Any, encode: Encode) -> Outcome | str:
             raise _InvalidError(f"step returned {_kind(result)}; it has to return a Step")
         info = _numbers_of(result.info, "info of the Step")
         if result.reward is not None:
-            return Outcome(_number(result.reward, "reward of the Step"), (), info)
+            return Outcome(_number(result.reward, "reward of the Step"), (), info, _right(result.right))
         return Outcome(None, _reply(result.messages, encode), info)
     except _InvalidError as error:
         return str(error)
@@ -93,6 +94,10 @@ def _reply(messages: Any, encode: Encode) -> tuple[int, ...]:
         return tuple(int(token) for token in encode(list(messages)))
     except Exception as error:
         raise _InvalidError(f"the messages of the Step cannot be written: {sentence(error)}") from error
+
+
+def _right(given: Any) -> bool | None:
+    return None if given is None else bool(_number(given, "right of the Step"))
 
 
 def _numbers_of(given: Any, what: str) -> dict[str, float]:

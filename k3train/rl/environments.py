@@ -11,18 +11,23 @@ from k3train.config.rl import EnvironmentConfig
 from k3train.data.chat.messages import Conversation, ToolCall
 from k3train.data.chat.parse import Completion
 from k3train.errors import UserError
-from k3train.rl.rewards import Reward, weighted
+from k3train.rl.rewards import Reward, Weighted, weighted
 from k3train.rl.sandbox import Limits, run_python
 from k3train.rollout.tasks import Task
 
 
 @dataclass(frozen=True)
 class Step:
-    """What an environment makes of a message: a reward, which ends the sample, or what the model reads next."""
+    """What an environment makes of a message: a reward, which ends the sample, or what the model reads next.
+
+    `right`: whether a sample that ends is a right answer, for evaluations and budgets; None: where its reward is above
+    0.
+    """
 
     reward: float | None = None
     messages: tuple[dict[str, Any], ...] = ()
     info: dict[str, float] = field(default_factory=dict)  # numbers to average, such as tool_errors
+    right: bool | None = None
 
 
 @dataclass(frozen=True)
@@ -60,6 +65,13 @@ class Environment:
 
     def step(self, task: Task, turns: Sequence[Completion], seed: int) -> Step:
         """The answer to the last of `turns`. `seed` belongs to the sample."""
+        return self.final(task, turns, seed)
+
+    def final(self, task: Task, turns: Sequence[Completion], seed: int) -> Step:
+        """The step that ends a sample with the recipe's rewards."""
+        if isinstance(self.reward, Weighted):
+            reward, right = self.reward.judged(task, turns, seed)
+            return Step(reward, right=right)
         return Step(self.reward(task, turns, seed))
 
     def ends(self, task: Task, turns: Sequence[Completion]) -> bool:
@@ -77,6 +89,15 @@ class Environment:
         are the last messages of the samples that did not fail.
         """
         return None
+
+    @property
+    def compares(self) -> bool:
+        """Whether rewards come of comparing samples of a prompt, so that one alone has none."""
+        return type(self).judge_group is not Environment.judge_group
+
+    def is_right(self, judged: float) -> bool:
+        """Whether a sample to which `judge_group` gave this reward counts as a right answer, for its budget."""
+        return judged > 0
 
 
 # Keys in order, as conversations from files have them, so that the declaration reads the same as in fine-tuning.
@@ -116,7 +137,7 @@ class PythonEnvironment(Environment):
     def step(self, task: Task, turns: Sequence[Completion], seed: int) -> Step:
         last = turns[-1]
         if self.ends(task, turns):
-            return Step(self.reward(task, turns, seed))
+            return self.final(task, turns, seed)
         results = [self._run(call) for call in last.calls]
         messages = tuple(
             {"role": "tool", "tool": call.name, "content": text} for call, (text, _) in zip(last.calls, results)

@@ -238,6 +238,10 @@ class JudgedEnvironment(Environment):
             rewards[i] = reward
         return Judgement(rewards, outcome.info)
 
+    def is_right(self, judged: float) -> bool:
+        """Half of its games or more: of answers that are compared, the better ones."""
+        return judged >= 0.5
+
     def _play(self, games: Sequence[Game]) -> list[Any]:
         return self._calls.run(games, self._seconds)
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from k3train.rl.rollouts import Rollouts
+from k3train.rl.sources import Source
 from k3train.rl.trajectory import Group, Trajectory
 
 
@@ -40,12 +41,30 @@ def group_metrics(groups: Sequence[Group], version: int) -> dict[str, Any]:
     }
 
 
-def accuracy_metrics(right: Sequence[bool], names: Sequence[str]) -> dict[str, Any]:
-    """The share of right answers, over all and by family or effort."""
-    by_name: dict[str, list[bool]] = defaultdict(list)
-    for name, value in zip(names, right):
-        by_name[name].append(value)
-    return {"accuracy": _mean([float(x) for x in right]), "accuracy_by": {n: _mean(v) for n, v in by_name.items()}}
+def evaluation_metrics(sources: Sequence[Source], groups: Sequence[Group]) -> dict[str, Any]:
+    """Of one answer to each held-out task: the share of right ones and their mean length in tokens that the model drew.
+
+    Both over all, and by family and effort. Answers of which environment or server failed say nothing of the model:
+    they are counted, and left out; a mean over none is left out too.
+    """
+    answers: dict[str, list[Trajectory]] = defaultdict(list)
+    failed = 0
+    for group in groups:
+        [sample] = group.samples
+        task = sources[group.environment].tasks[group.task]
+        if sample.finish == "failed":
+            failed += 1
+        else:
+            answers[f"{task.family} {task.effort or 'no effort'}"].append(sample)
+    metrics: dict[str, Any] = {"failed": failed}
+    if answers:
+        whole = [sample for samples in answers.values() for sample in samples]
+        metrics["accuracy"] = _mean([float(bool(s.right)) for s in whole])
+        metrics["accuracy_by"] = {n: _mean([float(bool(s.right)) for s in a]) for n, a in answers.items()}
+        metrics["response_length"] = _mean([s.drawn for s in whole])
+        metrics["response_length_by"] = {n: _mean([s.drawn for s in a]) for n, a in answers.items()}
+        metrics["turns"] = _mean([len(s.turns) for s in whole])
+    return metrics
 
 
 def sample_rows(rollouts: Rollouts, groups: Sequence[Group], step: int, most: int = 4) -> list[dict[str, Any]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 from k3train.data.chat.parse import Completion
 from k3train.errors import UserError
@@ -45,7 +46,31 @@ def noise(task: Task, turns: Sequence[Completion], seed: int) -> float:
 REWARDS: dict[str, Reward] = {"answer": answer, "format": well_formed, "unit_tests": unit_tests, "noise": noise}
 
 
-def weighted(weights: Mapping[str, float]) -> Reward:
+CORRECTNESS = ("answer", "unit_tests")  # rewards that say whether a sample is right; the others say something else
+
+
+@dataclass(frozen=True)
+class Weighted:
+    """The weighted sum of rewards by name, as a reward."""
+
+    weights: Mapping[str, float]
+
+    def __call__(self, task: Task, turns: Sequence[Completion], seed: int) -> float:
+        return self.judged(task, turns, seed)[0]
+
+    def judged(self, task: Task, turns: Sequence[Completion], seed: int) -> tuple[float, bool]:
+        """The reward, and whether the sample is right: all that `CORRECTNESS` names of it is 1.
+
+        Where the recipe weighs none of these (a run on noise, or on the format), the task's answer decides: a wrong
+        answer in good form is not right, though its reward is above 0.
+        """
+        given = {name: REWARDS[name](task, turns, seed) for name in self.weights}
+        said = [value for name, value in given.items() if name in CORRECTNESS and self.weights[name]]
+        right = all(value >= 1 for value in said or [answer(task, turns, seed)])
+        return sum(weight * given[name] for name, weight in self.weights.items()), right
+
+
+def weighted(weights: Mapping[str, float]) -> Weighted:
     """The weighted sum of rewards by name; of the right answer alone where none is named.
 
     Raises:
@@ -55,4 +80,4 @@ def weighted(weights: Mapping[str, float]) -> Reward:
     unknown = [name for name in weights if name not in REWARDS]
     if unknown:
         raise UserError(f"rewards has {unknown}; allowed: {', '.join(REWARDS)}, with a weight each")
-    return lambda task, turns, seed: sum(w * REWARDS[name](task, turns, seed) for name, w in weights.items())
+    return Weighted(dict(weights))

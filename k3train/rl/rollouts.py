@@ -23,8 +23,8 @@ from k3train.errors import UserError
 from k3train.rl.calls import Call, Calls
 from k3train.rl.chat import ChatFormat
 from k3train.rl.checks import Outcome, failed_info, judgement_of, sentence
-from k3train.rl.environments import Environment, Judgement
-from k3train.rl.sources import Source
+from k3train.rl.environments import Judgement
+from k3train.rl.sources import Source, task_order
 from k3train.rl.steps import Agree, Answer, InTouch, Message, Question, Steps
 from k3train.rl.trajectory import Group, Trajectory
 from k3train.rollout.engine import Engine, Piece, Work
@@ -33,12 +33,6 @@ from k3train.rollout.tasks import Task
 
 # Of a group: rewards, a sentence where judging failed, or None to keep those of the steps; and counts.
 _Verdicts = tuple[Sequence[float] | str | None, Mapping[str, float]]
-
-
-@functools.lru_cache(maxsize=32)
-def _order(seed: str, count: int) -> list[int]:
-    """The order in which an epoch goes through the tasks of an environment."""
-    return random.Random(seed).sample(range(count), count)
 
 
 class Rollouts:
@@ -54,6 +48,8 @@ class Rollouts:
         budget: of (environment, task, version), in tokens; None: no budget.
         judge: changes the rewards of a group whose samples are all done.
     """
+
+    where = "rl.environments.{}"  # the key that the tasks of a source are of
 
     def __init__(
         self,
@@ -127,6 +123,19 @@ class Rollouts:
         self._count(engine, before, time.perf_counter() - started)
         return ready
 
+    def restart(self, engine: Engine) -> int:
+        """Begin the groups in flight anew, with the same tasks: another policy goes on than the one that they are of.
+
+        Returns the tokens that are dropped; `total_dropped_tokens` counts them.
+        """
+        dropped = sum(sample.drawn for group in self.groups for sample in group.samples)
+        for group in self.groups:
+            for number in range(len(group.samples)):
+                engine.release((group.uid, number))
+            group.samples = [Trajectory() for _ in group.samples]
+        self.totals["dropped_tokens"] += dropped
+        return dropped
+
     def _progress(self) -> None:
         """As often as needed: a watchdog that is told has a thread to start."""
         now = time.monotonic()
@@ -135,7 +144,7 @@ class Rollouts:
             self.on_progress()
 
     def metrics(self) -> dict[str, float]:
-        """Of the last `collect`: counts, and totals of failures since the start."""
+        """Of the last `collect`: counts, and totals of failures and dropped tokens since the start."""
         totals = {f"total_{name}": float(value) for name, value in self.totals.items()}
         return {**{name: float(value) for name, value in self._step.items()}, **totals}
 
@@ -180,11 +189,15 @@ class Rollouts:
         source, position = self.sources[number], self._positions[number]
         self._positions[number] += 1
         epoch, place = divmod(position, len(source.tasks))
-        task = _order(f"tasks {self.seed} {number} {epoch}", len(source.tasks))[place]
+        task = task_order(f"tasks {self.seed} {number} {epoch}", len(source.tasks))[place]
+        return self._group(uid, number, task, version)
+
+    def _group(self, uid: int, number: int, task: int, version: int) -> Group:
+        source = self.sources[number]
         prompt = self._prompt_of(number, source.tasks[task])
         if len(prompt) >= self.max_context:
             raise UserError(
-                f"rl.environments.{number}: the prompt of task {source.tasks[task].id} has {len(prompt)} tokens, which"
+                f"{self.where.format(number)}: the prompt of task {source.tasks[task].id} has {len(prompt)} tokens and"
                 f" leaves none of train.seq_length={self.max_context} for an answer; try a larger train.seq_length"
             )
         samples = [Trajectory() for _ in range(self.config.rollout.samples)]
@@ -197,8 +210,8 @@ class Rollouts:
             return list(self.prompt(environment.conversation(task)))
         except Exception as error:
             raise UserError(
-                f"rl.environments.{number}: {type(environment).__name__}.conversation makes no prompt of task {task.id}"
-                f" ({sentence(error)}); correct it, or leave the task out"
+                f"{self.where.format(number)}: {type(environment).__name__}.conversation makes no prompt of task"
+                f" {task.id} ({sentence(error)}); correct it, or leave the task out"
             ) from error
 
     def _room(self, group: Group, sample: Trajectory) -> int:
@@ -217,7 +230,7 @@ class Rollouts:
         ended = []
         for piece in pieces:
             group, sample = index[piece.key]
-            if piece.experts is not None:
+            if piece.experts is not None and self.config.rollout.replay_experts:
                 sample.note_experts(piece.experts, len(group.prompt) + len(sample.tokens))
             if piece.token is not None:
                 sample.push(piece.token, piece.logprob, piece.version)
@@ -276,6 +289,7 @@ class Rollouts:
             sample.info[name] = sample.info.get(name, 0.0) + value
         if outcome.reward is not None:
             sample.finish, sample.reward = message.finish, outcome.reward
+            sample.right = outcome.reward > 0 if outcome.right is None else outcome.right
             self._hold_to_budget(group, sample)
             return
         sample.reply(outcome.reply)
@@ -283,21 +297,20 @@ class Rollouts:
             # The last word was the environment's: no answer came of it.
             del sample.tokens[sample.turns[-1][1] :], sample.logprobs[sample.turns[-1][1] :]
             del sample.versions[sample.turns[-1][1] :]
-            sample.finish, sample.reward = "length", 0.0
+            sample.finish, sample.reward, sample.right = "length", 0.0, False
         elif message.last:
             self._fail(sample, "step went on after a message of which ends said that it is the last", "environment")
 
     def _hold_to_budget(self, group: Group, sample: Trajectory) -> None:
-        effort = self.config.effort
-        if group.budget is None:
-            return
-        if effort.counts == "thinking":
-            used = sum(turn.thinking_tokens for turn in self.completions(group, sample))
-        else:
-            used = sample.drawn
-        if used > group.budget:
-            sample.reward, sample.over_budget = effort.override, True
+        if group.budget is not None and self.used(group, sample) > group.budget:
+            sample.reward, sample.over_budget = self.config.effort.override, True
             self._step["over_budget"] += 1
+
+    def used(self, group: Group, sample: Trajectory) -> int:
+        """What a budget counts of a sample: thinking tokens, or all that it drew, over all of its messages."""
+        if self.config.effort.counts == "thinking":
+            return sum(turn.thinking_tokens for turn in self.completions(group, sample))
+        return sample.drawn
 
     def _fail(self, sample: Trajectory, why: str, kind: str) -> None:
         sample.finish, sample.reward, sample.error = "failed", None, why
@@ -309,8 +322,7 @@ class Rollouts:
         asked = []
         for group in groups:
             whole = [s for s in group.samples if s.finish != "failed"]
-            kind = type(self.sources[group.environment].environment)
-            if whole and kind.judge_group is not Environment.judge_group:
+            if whole and self.sources[group.environment].environment.compares:
                 asked.append((group, whole))
         if not asked:
             return
@@ -324,6 +336,7 @@ class Rollouts:
                     self._fail(sample, judged, "judge")
             elif judged is not None:
                 for sample, reward in zip(whole, judged, strict=True):
+                    sample.right = self.sources[group.environment].environment.is_right(reward)
                     if not sample.over_budget:
                         sample.reward += weight * reward
 

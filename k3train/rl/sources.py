@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
+import random
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from k3train.config.rl import EnvironmentConfig, RLConfig
+from k3train.config.rl import EffortConfig, EnvironmentConfig, RLConfig
 from k3train.config.schema import RecipeConfig, to_plain
 from k3train.data.tokenizer import Tokenizer
 from k3train.errors import UserError
@@ -25,6 +27,12 @@ class Source:
     environment: Environment
     weight: float = 1.0
     seconds: float = 30.0
+
+
+@functools.lru_cache(maxsize=32)
+def task_order(seed: str, count: int) -> list[int]:
+    """The order in which an epoch goes through the tasks of an environment."""
+    return random.Random(seed).sample(range(count), count)
 
 
 def make_sources(config: RLConfig) -> list[Source]:
@@ -68,6 +76,38 @@ def held_out(config: RLConfig) -> list[Task]:
     return [task for task in tasks if any(_takes(e, task) for e in config.environments)][: config.eval_limit]
 
 
+def evaluated(config: RLConfig, sources: Sequence[Source]) -> tuple[list[Source], list[tuple[int, int]]]:
+    """What answers the tasks of an evaluation: for each environment its share of them, and all in their order, as
+    (environment, task of its share).
+
+    A task belongs to the first environment that would take it and does not compare samples with each other: an
+    evaluation has one answer to each task.
+
+    Raises:
+        UserError: the file is not usable, or has no task, or one that belongs to no environment.
+    """
+    shares: list[list[Task]] = [[] for _ in sources]
+    order = []
+    for task in held_out(config):
+        takers = [number for number, entry in enumerate(config.environments) if _takes(entry, task)]
+        alone = [number for number in takers if not sources[number].environment.compares]
+        if not alone:
+            raise UserError(
+                f"rl.eval_tasks={config.eval_tasks}: task {task.id} belongs to rl.environments.{takers[0]}"
+                f" ({config.environments[takers[0]].name}), which compares the answers to one task, and an evaluation"
+                " has a single one; allowed: tasks that an environment with rewards of its own takes, or none; try"
+                " rl.eval_tasks=null"
+            )
+        order.append((alone[0], len(shares[alone[0]])))
+        shares[alone[0]].append(task)
+    if config.eval_tasks is not None and not order:
+        raise UserError(
+            f"rl.eval_tasks={config.eval_tasks} has no task that an environment takes (families, efforts), so that"
+            " nothing would be evaluated; allowed: a file with some, or none; try rl.eval_tasks=null"
+        )
+    return [replace(source, tasks=share) for source, share in zip(sources, shares)], order
+
+
 def wanted(tasks: list[Task], config: RLConfig) -> list[Task]:
     """The tasks of the families and efforts that are asked for."""
     return [
@@ -78,6 +118,38 @@ def wanted(tasks: list[Task], config: RLConfig) -> list[Task]:
     ]
 
 
+def stating_effort(sources: Sequence[Source]) -> list[tuple[int, int]]:
+    """The tasks that can have a budget, as (environment, task)."""
+    return [
+        (number, index)
+        for number, source in enumerate(sources)
+        for index, task in enumerate(source.tasks)
+        if task.effort is not None
+    ]
+
+
+def check_effort(config: EffortConfig, sources: Sequence[Source]) -> None:
+    """Refuse effort control that would control nothing.
+
+    Raises:
+        UserError: no task states an effort, or a single answer to a task is to be compared.
+    """
+    if not config.enabled:
+        return
+    asked = stating_effort(sources)
+    if not asked:
+        raise UserError(
+            "rl.effort.enabled=true, and no task of rl.environments states an effort (thinking_effort: low, high, max),"
+            " so that none would have a budget; allowed: tasks that do, or false; try rl.effort.enabled=false"
+        )
+    for number in sorted({number for number, _ in asked}):
+        if config.samples < 2 and sources[number].environment.compares:
+            raise UserError(
+                f"rl.effort.samples={config.samples} leaves rl.environments.{number} nothing to compare: which answers"
+                " are good comes of comparing those to one task; allowed: at least 2; try rl.effort.samples=4"
+            )
+
+
 def check_rl_inputs(config: RecipeConfig, tokenizer: Tokenizer) -> None:
     """Check files, environments and the tokenizer.
 
@@ -85,9 +157,9 @@ def check_rl_inputs(config: RecipeConfig, tokenizer: Tokenizer) -> None:
         UserError: one of them is not usable.
     """
     ChatFormat(tokenizer, f"data.tokenizer={config.data.tokenizer}")
-    make_sources(config.rl)
-    if config.rl.eval_tasks is not None:
-        read_tasks(config.rl.eval_tasks)
+    sources = make_sources(config.rl)
+    evaluated(config.rl, sources)
+    check_effort(config.rl.effort, sources)
     if config.rl.teachers:
         from k3train.distill.teacher import check_tokens  # which reads Megatron-Core
         from k3train.rollout.restore import recipe_of

@@ -6,7 +6,7 @@ Nine teachers never have to be in memory together. Every rank calls every host a
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -21,8 +21,9 @@ from k3train.config.rl import TeacherConfig
 from k3train.config.rules_parallel import check_parallel
 from k3train.config.schema import RecipeConfig
 from k3train.data.tokenizer import Tokenizer
-from k3train.distill.teacher import check_tokens
+from k3train.distill.teacher import check_tokens, identity
 from k3train.engine.weights import fill
+from k3train.errors import UserError
 from k3train.model.build import build_chunks
 from k3train.model.model import K3Model
 from k3train.parallel.first_rank import from_first_rank
@@ -52,17 +53,18 @@ class Shelf:
 
     def __init__(self, most: int) -> None:
         self._most, self.loads = most, 0
-        self._models: OrderedDict[Path, K3Model] = OrderedDict()
+        self._models: OrderedDict[Path, list[K3Model]] = OrderedDict()  # each as its chunks on this rank
 
     def __contains__(self, path: Path) -> bool:
         return path in self._models
 
-    def take(self, path: Path, load: Callable[[], K3Model]) -> K3Model:
-        """The model of a checkpoint."""
+    def take(self, path: Path, load: Callable[[], list[K3Model]]) -> list[K3Model]:
+        """The model of a checkpoint, as its chunks on this rank."""
         if path not in self._models:
             while len(self._models) >= self._most:
                 _, old = self._models.popitem(last=False)
-                old.to("meta")  # whatever still refers to it holds no memory
+                for chunk in old:
+                    chunk.to("meta")  # whatever still refers to it holds no memory
                 if torch.cuda.is_available():
                     torch.cuda.empty_cache()
             self._models[path] = load()
@@ -95,10 +97,10 @@ class LayoutHost:
         found = dict(zip(mine, token_logprobs(model, [rows[key] for key in mine])))
         return _joined(found, group)
 
-    def _load(self) -> K3Model:
-        (model,), _ = build_chunks(self._recipe, self._device, init=False)
-        fill(model, self._path)
-        return model.eval().requires_grad_(False)
+    def _load(self) -> list[K3Model]:
+        chunks, _ = build_chunks(self._recipe, self._device, init=False)
+        fill(chunks, self._path)
+        return [chunk.eval().requires_grad_(False) for chunk in chunks]
 
 
 class FrozenHost:
@@ -132,6 +134,39 @@ def _joined(mine: Scores, group: dist.ProcessGroup) -> Scores:
     parts: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(parts, mine, group)
     return {key: scores for part in parts for key, scores in part.items()}
+
+
+def identities(teachers: Sequence[TeacherConfig]) -> list[dict[str, str] | None]:
+    """Of each teacher with a checkpoint, which one it is at this start ("checkpoint") and a hash of it ("identity").
+
+    A run that is named as a teacher stands for its newest checkpoint, which may be another one tomorrow.
+
+    Raises:
+        UserError: a checkpoint is damaged, or there is none.
+    """
+    found: list[dict[str, str] | None] = []
+    for teacher in teachers:
+        if teacher.checkpoint is None:
+            found.append(None)
+            continue
+        path, recipe = recipe_of(teacher.checkpoint)
+        found.append({"checkpoint": str(path), "identity": identity(path, recipe)})
+    return found
+
+
+def check_same_teachers(saved: Sequence[dict[str, str] | None], now: Sequence[dict[str, str] | None]) -> None:
+    """What `identities` gave when the run began, and gives now.
+
+    Raises:
+        UserError: a teacher is another one.
+    """
+    for number, (was, is_now) in enumerate(zip(saved, now)):
+        if was and is_now and was["identity"] != is_now["identity"]:
+            raise UserError(
+                f"rl.teachers.{number} is {is_now['checkpoint']} and was {was['checkpoint']} when this run began, or"
+                " other weights under that name: name that checkpoint itself, put its weights back, or start another"
+                " run.dir"
+            )
 
 
 def make_hosts(config: RecipeConfig, tokenizer: Tokenizer, here: Platform, shelf: Shelf) -> list[Host]:

@@ -29,6 +29,7 @@ class Trajectory:
     turns: list[tuple[int, int]] = field(default_factory=list)
     finish: str | None = None
     reward: float | None = None
+    right: bool | None = None  # whether the environment calls it a right answer; None before the end
     error: str | None = None
     info: dict[str, float] = field(default_factory=dict)
     over_budget: bool = False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import shutil
 from collections.abc import Iterator
@@ -15,10 +16,12 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor, is_main_repl
 
 from k3train.checkpoint import directory, store
 from k3train.checkpoint.state import TrainState
+from k3train.config.lora import LoRAConfig
 from k3train.config.quant import policy_in_force
 from k3train.config.schema import RecipeConfig, to_plain
+from k3train.model.lora import adapter_of, is_adapter, merged
 from k3train.rl.shared_engine import SharedEngine
-from k3train.rollout.refresh import bucketed
+from k3train.rollout.refresh import bucketed, largest_bucket
 
 FOLDER = "rollout_weights"
 _VOCABULARY = ("embedding.weight", "output_layer.weight")  # may have rows added to fill up ranks
@@ -43,7 +46,11 @@ class WeightRefresh:
         rollout, models = self._config.rl.rollout, self._trainer.models
         with store.current_parameters(models):
             if rollout.refresh == "in_place":
-                buckets = whole_buckets(models, self._config.model.vocab_size, rollout.bucket_mib << 20)
+                lora = self._config.lora if self._config.lora.enabled else None
+
+                def buckets() -> Iterator[dict[str, torch.Tensor]]:
+                    return whole_buckets(models, self._config.model.vocab_size, rollout.bucket_mib << 20, lora)
+
                 engine.refresh_in_place(buckets, version)
                 return
             root = Path(self._trainer.run_dir) / FOLDER
@@ -69,32 +76,67 @@ class WeightRefresh:
         config, experts = self._config, self._config.rl.rollout.refresh_experts
         quant = policy_in_force(config.quant, config.stage.name)  # packed by the rule that they are trained with
         job = plan_job(checkpoint, tensors, config.model, None, experts, 5 * 10**9, quant, self._weights)
+        job = dataclasses.replace(job, lora=config.lora if config.lora.enabled else None)
         run_export(checkpoint, out, tensors, job)
         tensors.close()
 
 
 @torch.no_grad()
-def whole_buckets(models: list[Any], vocab_size: int, most_bytes: int) -> Iterator[dict[str, torch.Tensor]]:
+def whole_buckets(
+    models: list[Any], vocab_size: int, most_bytes: int, lora: LoRAConfig | None = None
+) -> Iterator[dict[str, torch.Tensor]]:
     """`rollout.refresh.buckets` of a model that ranks share: rank 0's buckets hold the whole rows, bit for bit.
 
-    Every rank has to draw all of them; those of other ranks hold nothing of use. No rank has more of other ranks'
-    weights than one bucket at a time.
+    With `lora` adapters are in the weights that they stand beside (W + scale B A, computed in fp32, in W's dtype),
+    under the names of a model without any. Every rank has to draw all buckets; those of other ranks hold nothing of
+    use. No rank has more of other ranks' weights than one bucket and one adapter at a time.
     """
-    state = [entry for chunk in store.model_state(models).values() for entry in chunk.values()]
-    entries = [entry for entry in state if isinstance(entry, ShardedTensor)]
-    listed: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(listed, [(e.key, tuple(e.global_shape), e.dtype) for e in entries])
-    table = {key: (shape, dtype) for rank in listed for key, shape, dtype in rank}
-    mine: dict[str, list[ShardedTensor]] = {}
-    for entry in entries:
-        if is_main_replica(entry.replica_id):  # one rank has each element
-            mine.setdefault(entry.key, []).append(entry)
-    device = entries[0].data.device if entries else torch.device("cpu")
+    whole = _Whole(models)
 
     def rows(name: str, start: int, stop: int) -> torch.Tensor:
-        shape, dtype = table[name]
-        out = torch.zeros(stop - start, *shape[1:], dtype=dtype, device=device)
-        for entry in mine.get(name, ()):
+        weight = whole.rows(name, start, stop)
+        stem = adapter_of(name)
+        if lora is None or f"{stem}a" not in whole.table:
+            return weight
+        a = whole.rows(f"{stem}a", 0, whole.table[f"{stem}a"][0][0])
+        return merged(weight, a, whole.rows(f"{stem}b", start, stop), lora.scale).to(weight.dtype)
+
+    return bucketed(_sizes(whole.table, vocab_size), rows, most_bytes)
+
+
+def largest_sent(models: list[Any], vocab_size: int, most_bytes: int) -> int:
+    """Bytes of weights that no bucket of `whole_buckets` goes beyond. Every rank calls this."""
+    return largest_bucket(_sizes(_Whole(models).table, vocab_size), most_bytes)
+
+
+def _sizes(table: dict[str, tuple[tuple[int, ...], torch.dtype]], vocab_size: int) -> dict[str, tuple[int, int]]:
+    sizes = {}
+    for key, (shape, dtype) in table.items():
+        if not is_adapter(key):
+            length = min(shape[0], vocab_size) if key in _VOCABULARY else shape[0]
+            sizes[key] = (length, math.prod(shape[1:]) * dtype.itemsize)
+    return sizes
+
+
+class _Whole:
+    """Rows of the weights that ranks share, whole on rank 0. Every rank makes one, and asks for the same rows."""
+
+    def __init__(self, models: list[Any]) -> None:
+        state = [entry for chunk in store.model_state(models).values() for entry in chunk.values()]
+        entries = [entry for entry in state if isinstance(entry, ShardedTensor)]
+        listed: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(listed, [(e.key, tuple(e.global_shape), e.dtype) for e in entries])
+        self.table = {key: (shape, dtype) for rank in listed for key, shape, dtype in rank}
+        self._mine: dict[str, list[ShardedTensor]] = {}
+        for entry in entries:
+            if is_main_replica(entry.replica_id):  # one rank has each element
+                self._mine.setdefault(entry.key, []).append(entry)
+        self._device = entries[0].data.device if entries else torch.device("cpu")
+
+    def rows(self, name: str, start: int, stop: int) -> torch.Tensor:
+        shape, dtype = self.table[name]
+        out = torch.zeros(stop - start, *shape[1:], dtype=dtype, device=self._device)
+        for entry in self._mine.get(name, ()):
             first, count = entry.global_offset[0], entry.local_shape[0]
             low, high = max(start, first), min(stop, first + count)
             if low < high:
@@ -104,12 +146,6 @@ def whole_buckets(models: list[Any], vocab_size: int, most_bytes: int) -> Iterat
             # As bytes: one rank's are its own, all others' 0, so that the sum is exact in any dtype.
             dist.reduce(out.view(torch.uint8), dst=0)
         return out
-
-    sizes = {}
-    for key, (shape, dtype) in table.items():
-        length = min(shape[0], vocab_size) if key in _VOCABULARY else shape[0]
-        sizes[key] = (length, math.prod(shape[1:]) * dtype.itemsize)
-    return bucketed(sizes, rows, most_bytes)
 
 
 def _save_weights(root: Path, config: RecipeConfig, models: list[Any], version: int) -> Path:

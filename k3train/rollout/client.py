@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import http.client
 import json
 import os
@@ -15,15 +16,20 @@ from typing import Any
 from k3train.errors import UserError
 from k3train.rollout.sampling import SamplingConfig
 
+_LATER = (408, 425, 429)  # of 4xx those that say: not now
 API_KEY = "OPENAI_API_KEY"  # environment variable, sent where it is set
 
 
 class ServerRefusedError(Exception):
-    """The server answered 4xx: asking again would not help."""
+    """The server answered 4xx, the request is wrong: asking again would not help."""
 
 
 class ServerFailedError(Exception):
     """The server answered 5xx, nonsense, or not at all: asking again may help."""
+
+
+class WrongWeightsError(ServerFailedError):
+    """The server has other weights than it was given, or a part of them: it needs them all anew."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +40,7 @@ class Delta:
     tokens: list[int]
     logprobs: list[float]
     finish: str | None
-    version: int | None
+    weights: str | None  # what the server calls those that drew these tokens, where it says so
 
 
 class Stream:
@@ -88,7 +94,7 @@ def _deltas(data: bytes) -> list[Delta]:
     return [_delta(choice, body.get("k3train_version")) for choice in body.get("choices", [])]
 
 
-def _delta(choice: dict[str, Any], version: int | None) -> Delta:
+def _delta(choice: dict[str, Any], weights: Any) -> Delta:
     """A choice's tokens and log-probabilities, in any of the forms that servers write.
 
     Raises:
@@ -101,12 +107,24 @@ def _delta(choice: dict[str, Any], version: int | None) -> Delta:
         names = listed.get("tokens") or []
         if not all(isinstance(name, str) and name.startswith("token_id:") for name in names):
             raise ServerFailedError(
-                "the server gives no token ids; it has to know return_token_ids (vLLM 0.10.2 or later)"
+                "the server gives no token ids; it has to know return_token_ids (vLLM 0.10.2 or later, an SGLang of"
+                " July 2026 or later)"
             )
         tokens = [int(name.partition(":")[2]) for name in names]
     if len(tokens) != len(logprobs) or any(value is None for value in logprobs):
         raise ServerFailedError(f"the server gives {len(tokens)} token ids, {len(logprobs)} log-probabilities")
-    return Delta(choice.get("index", 0), tokens, logprobs, choice.get("finish_reason"), version)
+    named = None if weights is None else str(weights)
+    return Delta(choice.get("index", 0), tokens, logprobs, choice.get("finish_reason"), named)
+
+
+def seed_of(seed: int, name: Sequence[int], first_sample: int, drawn: int) -> int:
+    """A seed of its own for each request, below 2^48: of the run, the group, its first sample, and tokens drawn before.
+
+    A server draws equal numbers for equal seeds, so that the run's alone would give a text that goes on after a failure
+    the numbers of its beginning, and a prompt that comes again the samples that it had.
+    """
+    digest = hashlib.sha256(f"{seed} {first_sample} {drawn} {','.join(map(str, name))}".encode()).digest()
+    return int.from_bytes(digest[:6], "little")
 
 
 class CompletionClient:
@@ -127,6 +145,12 @@ class CompletionClient:
         self._prefix = parts.path.rstrip("/").removesuffix("/v1")
         self._key = os.environ.get(API_KEY) if key is None else key
         self.model, self.extended = model, False
+        self.listed: dict[str, Any] = {}  # what the server says of the model
+
+    @property
+    def address(self) -> str:
+        """Host and port."""
+        return self._parts.netloc
 
     def connect(self) -> None:
         """Ask which models there are, and whether the server is `k3train serve`, which resumes random streams.
@@ -134,12 +158,25 @@ class CompletionClient:
         Raises:
             ServerFailedError, ServerRefusedError: it does not answer as such a server does.
         """
-        listed = self._json("GET", "/v1/models").get("data") or []
+        listed = self.json("GET", "/v1/models").get("data") or []
         if not listed:
             raise ServerFailedError("the server lists no models")
-        own = next((entry for entry in listed if entry.get("id") == self.model), listed[0])
-        self.extended = own.get("owned_by") == "k3train"
-        self.model = self.model or own.get("id")
+        self.listed = next((entry for entry in listed if entry.get("id") == self.model), listed[0])
+        self.extended = self.listed.get("owned_by") == "k3train"
+        self.model = self.model or self.listed.get("id")
+
+    def is_healthy(self) -> bool:
+        """Whether the server answers `/health` with 200."""
+        return self.status_of("/health") == 200
+
+    def status_of(self, path: str) -> int | None:
+        """The status that a GET of `path` is answered with; None: there is no answer."""
+        try:
+            connection, response = self._send("GET", path, None)
+        except ServerFailedError:
+            return None
+        connection.close()
+        return response.status
 
     def stream(
         self,
@@ -153,9 +190,10 @@ class CompletionClient:
     ) -> Stream:
         """`n` continuations of a prompt of token ids, token by token.
 
-        `name`, `first_sample` and `drawn` fix the random numbers where the server is `k3train serve`; elsewhere the
-        seed alone does, and a continued text has others than an uninterrupted one.
+        `name`, `first_sample` and `drawn` fix the random numbers where the server is `k3train serve`; elsewhere a seed
+        made of them does (`seed_of`), and a continued text has others than an uninterrupted one.
         """
+        seed = sampling.seed if self.extended else seed_of(sampling.seed, name, first_sample, drawn)
         body: dict[str, Any] = {
             "model": self.model,
             "prompt": list(prompt),
@@ -163,7 +201,7 @@ class CompletionClient:
             "temperature": sampling.temperature,
             "top_p": sampling.top_p,
             "top_k": sampling.top_k or -1,
-            "seed": sampling.seed,
+            "seed": seed,
             "n": n,
             "stop_token_ids": sorted(stop),
             "ignore_eos": True,  # what ends a text is said by stop_token_ids alone
@@ -189,28 +227,33 @@ class CompletionClient:
         }
         if stop:
             body["stop"] = list(stop)
-        return self._json("POST", "/v1/completions", body)["choices"][0]["text"]
+        return self.json("POST", "/v1/completions", body)["choices"][0]["text"]
 
     def score(self, rows: Sequence[Sequence[int]]) -> list[list[float]]:
         """Log-probabilities of the tokens 1.. of each row given those before, in nats."""
         body = {"model": self.model, "prompt": [list(r) for r in rows], "max_tokens": 0, "echo": True, "logprobs": 1}
-        choices = self._json("POST", "/v1/completions", body)["choices"]
+        choices = self.json("POST", "/v1/completions", body)["choices"]
         return [choice["logprobs"]["token_logprobs"][1:] for choice in sorted(choices, key=lambda c: c["index"])]
 
-    def update_from_disk(self, folder: str, version: int) -> None:
-        """Have the server read its weights from a folder that it sees (SGLang's and `k3train serve`'s way)."""
-        self._json("POST", "/update_weights_from_disk", {"model_path": folder, "weight_version": version})
+    def json(
+        self,
+        method: str,
+        path: str,
+        body: Any = None,
+        headers: dict[str, str] | None = None,
+        timeout: float | None = None,
+    ) -> dict[str, Any]:
+        """The JSON object that a request is answered with; an empty answer is an empty one.
 
-    def update_bucket(self, content: bytes, version: int | None) -> None:
-        """Overwrite some rows of the weights of a `k3train serve`; `version` with the last bucket."""
-        headers = {} if version is None else {"K3train-Weight-Version": str(version)}
-        self._json("POST", "/update_weights_from_bucket", content, headers)
+        `body` is sent as JSON unless it is bytes. `timeout` in seconds: of this request, where it may take longer.
 
-    def _json(self, method: str, path: str, body: Any = None, headers: dict[str, str] | None = None) -> dict[str, Any]:
+        Raises:
+            ServerFailedError, ServerRefusedError: as their names say.
+        """
         content = body if isinstance(body, bytes) or body is None else json.dumps(body).encode()
-        connection, response = self._ask(method, path, content, headers)
+        connection, response = self._ask(method, path, content, headers, timeout)
         try:
-            answer = json.loads(response.read())
+            answer = json.loads(response.read() or b"{}")
         except (OSError, http.client.HTTPException, ValueError) as error:
             raise ServerFailedError(f"{path}: the answer cannot be read ({error})") from error
         finally:
@@ -220,22 +263,43 @@ class CompletionClient:
         return answer
 
     def _ask(
-        self, method: str, path: str, content: bytes | None, headers: dict[str, str] | None = None
+        self,
+        method: str,
+        path: str,
+        content: bytes | None,
+        headers: dict[str, str] | None = None,
+        timeout: float | None = None,
+    ) -> tuple[http.client.HTTPConnection, http.client.HTTPResponse]:
+        connection, response = self._send(method, path, content, headers, timeout)
+        if response.status == 200:
+            return connection, response
+        try:
+            told = response.read()
+        except (OSError, http.client.HTTPException):
+            told = b""
+        connection.close()
+        text = f"{self.address}{path}: {response.status} {told[:500].decode(errors='replace')}"
+        if response.status == 409:
+            raise WrongWeightsError(text)
+        refused = 400 <= response.status < 500 and response.status not in _LATER
+        raise ServerRefusedError(text) if refused else ServerFailedError(text)
+
+    def _send(
+        self,
+        method: str,
+        path: str,
+        content: bytes | None,
+        headers: dict[str, str] | None = None,
+        timeout: float | None = None,
     ) -> tuple[http.client.HTTPConnection, http.client.HTTPResponse]:
         kind = http.client.HTTPSConnection if self._parts.scheme == "https" else http.client.HTTPConnection
-        connection = kind(self._parts.hostname, self._parts.port, timeout=self.timeout)
+        connection = kind(self._parts.hostname, self._parts.port, timeout=timeout or self.timeout)
         sent = {"Content-Type": "application/json", **(headers or {})}
         if self._key:
             sent["Authorization"] = f"Bearer {self._key}"
         try:
             connection.request(method, self._prefix + path, content, sent)
-            response = connection.getresponse()
-            told = response.read() if response.status != 200 else b""
+            return connection, connection.getresponse()
         except (OSError, http.client.HTTPException) as error:
             connection.close()
-            raise ServerFailedError(f"{self._parts.netloc}: {error or type(error).__name__}") from error
-        if response.status != 200:
-            connection.close()
-            text = f"{self._parts.netloc}{path}: {response.status} {told[:500].decode(errors='replace')}"
-            raise ServerRefusedError(text) if 400 <= response.status < 500 else ServerFailedError(text)
-        return connection, response
+            raise ServerFailedError(f"{self.address}: {error or type(error).__name__}") from error

@@ -81,7 +81,7 @@ def _evaluate(
             model,
             min(encoder.tokenizer.vocab_size, model.vocab_size),
             max_rows=args.batch_size,
-            group=dist.group.WORLD,  # experts are reached in step, so all ranks generate the same
+            group=dist.group.WORLD,  # experts are reached in step; ranks share the samples out
         )
         answers = answer_tasks(generator, encoder, tasks, sampling, ends, args.n)
         results |= summarize(answers, ks)

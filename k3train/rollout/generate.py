@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -15,68 +15,14 @@ from k3train.errors import UserError
 from k3train.model.model import K3Model
 from k3train.model.packing import Packing
 from k3train.model.state import PAGE_SIZE, SequenceStates
+from k3train.parallel.forward import ForwardPass, ForwardPipeline
 from k3train.rollout.experts import ExpertRecorder
-from k3train.rollout.sampling import Choice, SamplingConfig, choose, stream
+from k3train.rollout.replicas import Replicas, SharedRows, cut
+from k3train.rollout.requests import Prefilled, Request, Running, Sampled, families
+from k3train.rollout.sampling import NOT_FINITE, are_finite, choose, stream
 
 MAX_ROWS = 32
 PREFILL_TOKENS = 2048
-
-
-@dataclass(frozen=True)
-class Request:
-    """`samples` continuations of `prompt`, each until one of `stop` or `sampling.max_new_tokens`.
-
-    A sample that was paused goes on where it was: `prompt` then holds what it has made too, `stream_of`,
-    `first_sample` and `drawn` say which random numbers are its next, and `row` may name its kept states.
-    """
-
-    prompt: tuple[int, ...]
-    sampling: SamplingConfig = field(default_factory=SamplingConfig)
-    stop: frozenset[int] = frozenset()
-    samples: int = 1
-    stream_of: tuple[int, ...] | None = None  # what names the random numbers besides seed and sample; None: the prompt
-    first_sample: int = 0  # the number of the first sample among those of `stream_of`
-    drawn: int = 0  # random numbers that were used before
-    row: int | None = None  # states that hold the beginning of `prompt`; for a single sample
-    keep: bool = False  # keep the states of a sample that ends (`BatchGenerator.kept`)
-
-
-@dataclass(frozen=True)
-class Sampled:
-    """One new token. `finish` is "stop" (the token is one of the stop tokens) or "length" where it is the last."""
-
-    request: int
-    sample: int
-    token: int
-    logprob: float  # under the model: temperature 1, whole vocabulary, nats
-    sampling_logprob: float  # under the distribution it was drawn from
-    finish: str | None = None
-    # Where experts are recorded: of the positions computed since the last token, int16 [n, MoE layers, top_k].
-    experts: torch.Tensor | None = None
-
-
-@dataclass
-class _Prefilled:
-    """A prompt whose samples have not all started: its row, and the logits [1, vocab] behind its last token."""
-
-    request: int
-    row: int
-    logits: torch.Tensor
-    experts: torch.Tensor | None = None
-    started: int = 0
-
-
-@dataclass
-class _Running:
-    """One sample that goes on."""
-
-    request: int
-    sample: int
-    row: int
-    generator: torch.Generator
-    experts: torch.Tensor | None = None
-    token: int = -1
-    produced: int = 0
 
 
 @dataclass
@@ -86,14 +32,18 @@ class BatchGenerator:
     A finished sample makes room for the next at once (continuous batching). A prompt is prefilled once for all its
     samples, at most `prefill_tokens` tokens a forward pass. Multi-token prediction takes no part.
 
+    All ranks of `group` submit the same and get the same. Which samples run is decided as on one rank, by what all of
+    them know; replicas of the model then share the rows out, a prompt's samples staying together, and through a
+    pipeline go as many micro-batches of rows as it has ranks. A forward pass in which a replica has no row takes a
+    token of filler there: other replicas may wait for its experts.
+
     Args:
-        model: in evaluation mode, with all layers on each rank (no pipeline).
+        model: in evaluation mode; of a pipeline the chunks of it on this rank.
         vocab_size: ids from here on are never drawn (a tokenizer may have fewer than the model); None: the model's.
-        group: ranks that generate the same text together; the first one's draws count. None: the tensor-parallel
-            group.
+        group: ranks that generate together: all, or those that hold one replica of the model (None).
     """
 
-    model: K3Model
+    model: K3Model | Sequence[K3Model]
     vocab_size: int | None = None
     max_rows: int = MAX_ROWS
     prefill_tokens: int = PREFILL_TOKENS
@@ -106,17 +56,24 @@ class BatchGenerator:
     def __post_init__(self) -> None:
         if self.max_rows < 1 or self.prefill_tokens < 1:
             raise ValueError(f"max_rows={self.max_rows}, prefill_tokens={self.prefill_tokens}: both need at least 1.")
+        self.chunks = [self.model] if isinstance(self.model, torch.nn.Module) else list(self.model)
+        self.model = self.chunks[0]
         self.states = self._new_states()
         self.device = self.states.device
-        self.group = self.group or parallel_state.get_tensor_model_parallel_group()
+        self.group = self.group or parallel_state.get_model_parallel_group()
+        self._pipeline = ForwardPipeline(self.chunks)
+        self.replicas = Replicas(self.group, self._pipeline.has_logits)
+        self.rows = SharedRows(self.states, self.replicas)
+        self.prefilled_tokens = 0
+        self.generated_tokens = [0] * self.replicas.count  # by each replica
         self._waiting: deque[int] = deque()
-        self._prefilled: deque[_Prefilled] = deque()
-        self._running: list[_Running] = []
+        self._prefilled: deque[Prefilled] = deque()
+        self._running: list[Running] = []
         self._cancelled: set[tuple[int, int]] = set()
-        self._recorder = ExpertRecorder(self.model) if self.record_experts else None
+        self._recorder = ExpertRecorder(self.chunks, self.replicas.share) if self.record_experts else None
 
     def _new_states(self) -> SequenceStates:
-        return SequenceStates.of(self.model, self.page_size)
+        return SequenceStates.of(self.chunks, self.page_size)
 
     def submit(self, request: Request) -> int:
         """Queue a request; returns its number.
@@ -127,7 +84,7 @@ class BatchGenerator:
         request.sampling.check()
         if request.samples < 1:
             raise UserError(f"--n {request.samples} must be at least 1 sample a prompt")
-        if request.row is not None and not (request.samples == 1 and len(request.prompt) - self._held(request.row) > 0):
+        if request.row is not None and not (request.samples == 1 and len(request.prompt) > self.rows.held(request.row)):
             raise ValueError(f"row {request.row} does not hold the beginning of a prompt for one sample")
         check_tokens(request.prompt, self.model.vocab_size, "the prompt")
         self.requests.append(request)
@@ -138,9 +95,6 @@ class BatchGenerator:
         """End a sample here; what it has made stays made."""
         self._cancelled.add((request, sample))
 
-    def _held(self, row: int) -> int:
-        return self.states.tokens[row]
-
     def pause(self, keep: bool = False) -> dict[int, int]:
         """Stop everything and forget what waits. With `keep` the states of begun samples stay (`kept`).
 
@@ -150,9 +104,9 @@ class BatchGenerator:
             if keep:
                 self.kept[r.request, r.sample] = r.row
             else:
-                self.states.remove([r.row])
+                self.rows.remove([r.row])
         # Once prefilled a row holds tokens that no sample answers for.
-        self.states.remove(p.row for p in self._prefilled)
+        self.rows.remove(p.row for p in self._prefilled)
         rows = {number: self.requests[number].row for number in self._waiting}
         self._running, self._prefilled, self._waiting = [], deque(), deque()
         self._cancelled.clear()
@@ -206,37 +160,59 @@ class BatchGenerator:
 
     def _drop_cancelled(self) -> None:
         going_on = [r for r in self._running if (r.request, r.sample) not in self._cancelled]
-        self.states.remove({r.row for r in self._running} - {r.row for r in going_on})
+        self.rows.remove({r.row for r in self._running} - {r.row for r in going_on})
         self._running = going_on
 
     def _prefill(self) -> None:
-        """Compute the prompts of as many waiting requests as their samples find room."""
+        """Compute the prompts of as many waiting requests as their samples find room, once what several begin with."""
         room, numbers = self.max_rows - len(self._running), []
         while self._waiting and room > 0:
             numbers.append(self._waiting.popleft())
             room -= self.requests[numbers[-1]].samples
-        given = [self.requests[number].row for number in numbers]
-        fresh = iter(self.states.add(given.count(None)))
-        rows = [next(fresh) if row is None else row for row in given]
-        left = {row: deque(self.requests[n].prompt[self._held(row) :]) for row, n in zip(rows, numbers)}
-        done: dict[int, torch.Tensor] = {}
-        while left:
-            budget, pieces = self.prefill_tokens, {}
-            for row, tokens in left.items():
-                if not budget:
-                    break
-                pieces[row] = [tokens.popleft() for _ in range(min(budget, len(tokens)))]
-                budget -= len(pieces[row])
-            logits = self._forward(list(pieces), list(pieces.values()))
-            for row, last in zip(pieces, logits.split(1)):
-                if not left[row]:
-                    done[row] = last.clone()
-                    del left[row]
-        self._prefilled += [
-            _Prefilled(number, row, done[row], self._experts_of(row)) for row, number in zip(rows, numbers)
-        ]
+        given = {n: row for n in numbers if (row := self.requests[n].row) is not None}
+        kin = families(self.requests, [n for n in numbers if n not in given])
+        owners = self._owners([family for family, _ in kin], given.values())
+        given.update({family[0]: row for (family, _), row in zip(kin, self.rows.add(owners))})
+        done = self._compute({given[f[0]]: deque(self.requests[f[0]].prompt[:n]) for f, n in kin if n})
+        for first, *others in [family for family, shared in kin if shared]:
+            forks = self.rows.fork(given[first], len(others))
+            given.update(zip(others, forks))
+            done.update(dict.fromkeys(forks, done[given[first]]))
+            if self._recorder is not None:
+                self._recorder.fork(given[first], forks)
+        left = {given[n]: deque(self.requests[n].prompt[self.rows.held(given[n]) :]) for n in numbers}
+        done |= self._compute({row: tokens for row, tokens in left.items() if tokens})
+        self._prefilled += [Prefilled(n, given[n], done[given[n]], self._experts_of(given[n])) for n in numbers]
 
-    def _start(self) -> tuple[list[_Running], torch.Tensor]:
+    def _owners(self, kin: Sequence[Sequence[int]], held: Iterable[int]) -> list[int]:
+        """For each set of requests the replica that has the fewest samples; `held` rows are about to go on."""
+        load = [0] * self.replicas.count
+        for row in [*(r.row for r in self._running), *held]:
+            load[self.rows.owner(row)] += 1
+        owners = []
+        for family in kin:
+            owners.append(min(range(len(load)), key=load.__getitem__))
+            load[owners[-1]] += sum(self.requests[number].samples for number in family)
+        return owners
+
+    def _compute(self, left: dict[int, deque[int]]) -> dict[int, torch.Tensor | None]:
+        """Read these tokens behind what each row holds; returns the logits [1, vocab] behind the last ones."""
+        done: dict[int, torch.Tensor | None] = {}
+        while left:
+            budget, pieces = [self.prefill_tokens] * self.replicas.count, {}
+            for row, tokens in left.items():
+                owner = self.rows.owner(row)
+                if count := min(budget[owner], len(tokens)):
+                    pieces[row] = [tokens.popleft() for _ in range(count)]
+                    budget[owner] -= count
+            self.prefilled_tokens += sum(map(len, pieces.values()))
+            for row, last in zip(pieces, self._forward(list(pieces), list(pieces.values()))):
+                if not left[row]:
+                    done[row] = None if last is None else last.clone()
+                    del left[row]
+        return done
+
+    def _start(self) -> tuple[list[Running], list[torch.Tensor | None]]:
         """Rows for the next samples of prefilled prompts; the last sample of a prompt takes the prompt's own row."""
         room, started, logits = self.max_rows - len(self._running), [], []
         while self._prefilled and len(started) < room:
@@ -244,26 +220,30 @@ class BatchGenerator:
             request = self.requests[prompt.request]
             count = min(room - len(started), request.samples - prompt.started)
             last = prompt.started + count == request.samples
-            rows = self.states.fork(prompt.row, count - last) + [prompt.row] * last
+            rows = self.rows.fork(prompt.row, count - last) + [prompt.row] * last
             for row in rows:
-                generator = self._stream(request, request.first_sample + prompt.started)
-                started.append(_Running(prompt.request, prompt.started, row, generator, prompt.experts))
+                drawn_here = prompt.logits is not None
+                generator = self._stream(request, request.first_sample + prompt.started) if drawn_here else None
+                started.append(Running(prompt.request, prompt.started, row, generator, prompt.experts))
                 logits.append(prompt.logits)
                 prompt.started += 1
             if last:
                 self._prefilled.popleft()
-        return started, torch.cat(logits)
+        return started, logits
 
     def _stream(self, request: Request, sample: int) -> torch.Generator:
         named = request.prompt if request.stream_of is None else request.stream_of
         return stream(request.sampling.seed, named, sample, request.drawn)
 
-    def _sample(self, running: list[_Running], logits: torch.Tensor) -> list[Sampled]:
-        """Draw one token for each of `running`, and keep those that go on."""
-        samplings = [self.requests[r.request].sampling for r in running]
-        choice = choose(logits, samplings, [r.generator for r in running], self.vocab_size)
+    def _sample(self, running: list[Running], logits: Sequence[torch.Tensor | None]) -> list[Sampled]:
+        """Draw one token for each of `running`, and keep those that go on; some rank has the logits of each."""
+        drawn_here = [i for i, row in enumerate(logits) if row is not None]
+        told = torch.zeros(3, len(running), dtype=torch.float64, device=self.device)
+        told[:, drawn_here] = self._draw([running[i] for i in drawn_here], [logits[i] for i in drawn_here])
+        if self.replicas.share(told).isnan().any():
+            raise UserError(NOT_FINITE)
         new, going_on = [], []
-        for r, token, logprob, drawn in zip(running, *self._agree(choice)):
+        for r, token, logprob, drawn in zip(running, *told.tolist()):
             new.append(self._took(r, int(token), logprob, drawn))
             if new[-1].finish is None:
                 going_on.append(r)
@@ -275,9 +255,10 @@ class BatchGenerator:
             self._running += going_on
         return new
 
-    def _took(self, r: _Running, token: int, logprob: float, drawn: float) -> Sampled:
+    def _took(self, r: Running, token: int, logprob: float, drawn: float) -> Sampled:
         """Count a token of a sample, and see whether it is the last."""
         request = self.requests[r.request]
+        self.generated_tokens[self.rows.owner(r.row)] += 1
         r.token, r.produced = token, r.produced + 1
         finish = "stop" if token in request.stop else None
         if finish is None and r.produced >= request.sampling.max_new_tokens:
@@ -285,34 +266,71 @@ class BatchGenerator:
         experts, r.experts = r.experts, None
         return Sampled(r.request, r.sample, token, logprob, drawn, finish, experts)
 
-    def _end(self, r: _Running) -> None:
+    def _end(self, r: Running) -> None:
         """A sample is complete: keep its row for whoever asked for it, or free it."""
         if self.requests[r.request].keep:
             self.kept[r.request, r.sample] = r.row
         else:
-            self.states.remove([r.row])
+            self.rows.remove([r.row])
 
-    def _agree(self, choice: Choice) -> list[list[float]]:
-        """Tokens and log-probabilities as the first rank of the group drew them: rounding differs between ranks."""
-        values = torch.stack([choice.tokens.double(), choice.logprob, choice.sampling_logprob])
-        if self.group.size() > 1:
-            dist.broadcast(values, dist.get_global_rank(self.group, 0), group=self.group)
-        return values.tolist()
+    def _draw(self, running: Sequence[Running], logits: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Token, log-probability and that of the distribution drawn from, [3, n] in fp64; NaN where logits are none."""
+        if not running:
+            return torch.zeros(3, 0, dtype=torch.float64, device=self.device)
+        rows = torch.cat(list(logits))
+        if not are_finite(rows):  # told like that to the other ranks, which would wait for this one's draws
+            return torch.full((3, len(rows)), torch.nan, dtype=torch.float64, device=self.device)
+        samplings = [self.requests[r.request].sampling for r in running]
+        choice = choose(rows, samplings, [r.generator for r in running], self.vocab_size)
+        return torch.stack([choice.tokens.double(), choice.logprob, choice.sampling_logprob])
 
-    def _forward(self, rows: Sequence[int], tokens: Sequence[Sequence[int]]) -> torch.Tensor:
-        """Logits [rows, vocab] behind the last of each row's new tokens, in fp32."""
-        flat = [token for piece in tokens for token in piece]
-        filler = -len(flat) % self.model.config.tensor_model_parallel_size  # sequence parallelism cuts the tokens
-        view = self.states.extend(rows, [len(piece) for piece in tokens])
-        ids = torch.tensor([flat + [0] * filler], device=self.device)
-        packing = Packing.whole_rows(1, ids.shape[1], self.device)
-        if filler:
-            packing.padding = torch.arange(ids.shape[1], device=self.device).unsqueeze(0) >= len(flat)
+    def _forward(self, rows: Sequence[int], tokens: Sequence[Sequence[int]]) -> list[torch.Tensor | None]:
+        """Logits [1, vocab] behind the last of each row's new tokens, in fp32, on the rank that draws for the row."""
+        counts, own = [len(piece) for piece in tokens], self.replicas.number
+        by_owner: list[list[int]] = [[] for _ in range(self.replicas.count)]
+        for i, row in enumerate(rows):
+            by_owner[self.rows.owner(row)].append(i)
+            if row < 0:
+                self.rows.note(row, counts[i])
+        # Alike on all ranks: pipelines of several replicas meet in their experts.
+        parts = max(1, min(self._pipeline.size, max(map(len, by_owner))))
+        cuts = [cut(numbers, parts) for numbers in by_owner]
+        lengths = [[self._padded(sum(counts[i] for i in part)) for part in parts] for parts in cuts]
+        if self.model.config.moe_token_dispatcher_type == "allgather":  # which gathers as much from every rank
+            lengths = [[max(column) for column in zip(*lengths)]] * len(lengths)
+        # A replica without a row takes part with one of filler, through the same code as any other.
+        idle = self.states.add() if [] in cuts[own] else []
+        passes = [
+            self._pass([rows[i] for i in part], [tokens[i] for i in part], length, idle)
+            for part, length in zip(cuts[own], lengths[own])
+        ]
         with self._recorder or contextlib.nullcontext():
-            logits = self.model(ids, packing, states=view, logits_at=view.cu_seqlens[1:] - 1)[0].float()
+            made = self._pipeline(passes)
+        self.states.remove(idle)
         if self._recorder is not None:
-            self._recorder.file(list(rows), view.counts)
-        return logits
+            self._recorder.file(rows, counts, cuts[own])
+        out: list[torch.Tensor | None] = [None] * len(rows)
+        for part, logits in zip(cuts[own], made if self.replicas.draws else ()):
+            for i, row in zip(part, logits[0].float().split(1)):
+                out[i] = row
+        return out
+
+    def _padded(self, tokens: int) -> int:
+        """The length of a forward pass: sequence parallelism cuts the tokens."""
+        shards = self.model.config.tensor_model_parallel_size
+        return max(-(-tokens // shards), 1) * shards
+
+    def _pass(
+        self, rows: Sequence[int], tokens: Sequence[Sequence[int]], length: int, idle: Sequence[int]
+    ) -> ForwardPass:
+        """The next tokens of some rows, and filler up to `length` behind them; of no rows, filler of `idle`."""
+        flat = [token for piece in tokens for token in piece]
+        view = self.states.extend(rows or idle, [len(piece) for piece in tokens] or [1])
+        ids = torch.tensor([flat + [0] * (length - len(flat))], device=self.device)
+        packing = Packing.whole_rows(1, length, self.device)
+        if length > len(flat):
+            packing.padding = torch.arange(length, device=self.device).unsqueeze(0) >= len(flat)
+        return ForwardPass(ids, packing, view, view.cu_seqlens[1:] - 1)
 
     def _experts_of(self, row: int) -> torch.Tensor | None:
         """What was recorded of a row since the last time."""

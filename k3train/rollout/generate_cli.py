@@ -218,7 +218,7 @@ def run(args: argparse.Namespace) -> int:
     settings = {
         "vocab_size": min(tokenizer.vocab_size, restored.model.vocab_size),
         "max_rows": args.batch_size,
-        "group": dist.group.WORLD,  # experts are reached in step, so all ranks generate the same
+        "group": dist.group.WORLD,  # experts are reached in step; ranks share the samples out
     }
     if args.draft is None:
         generator = BatchGenerator(restored.model, **settings)

@@ -12,17 +12,20 @@ from k3train.rollout.generate import MAX_ROWS, PREFILL_TOKENS, BatchGenerator, R
 
 
 class LocalEngine:
-    """Continuous batching over the model that trains. All ranks of `group` generate the same.
+    """Continuous batching over the model that trains. All ranks of `group` submit the same and get the same.
+
+    Replicas of the model share the samples out, those of a prompt together (`BatchGenerator`); what is run when is as
+    on one rank, so that neither samples nor the moment of a pause depend on the layout, up to rounding.
 
     Samples that begin together from one prompt are prefilled once. Between two turns of a sample, and with
     `keep_states` over a pause too, its KDA states and latents stay and only new tokens are computed; otherwise they are
     computed anew under the weights of then.
 
     Args:
-        model: the trainer's; `poll` puts it into evaluation mode for the time of a step.
+        model: the trainer's, or its chunks on this pipeline rank; `poll` puts them into evaluation mode for a step.
         vocab_size: ids from here on are never drawn.
         group: ranks that generate together.
-        max_rows: samples at a time.
+        max_rows: samples at a time, of all ranks together.
         keep_states: whether states outlive a pause. They then stem from older weights than the tokens after them; the
             log-probabilities reported are those really drawn from all the same.
         prefill_tokens: at most so many in one forward pass.
@@ -31,7 +34,7 @@ class LocalEngine:
 
     def __init__(
         self,
-        model: K3Model,
+        model: K3Model | Sequence[K3Model],
         vocab_size: int | None = None,
         group: dist.ProcessGroup | None = None,
         max_rows: int = MAX_ROWS,
@@ -41,13 +44,12 @@ class LocalEngine:
     ) -> None:
         self.version = 0
         self.keep_states = keep_states
-        self._model = model
         self._generator = BatchGenerator(
             model, vocab_size, max_rows, prefill_tokens, group=group, record_experts=record_experts
         )
         self._keys: dict[tuple[int, int], Key] = {}  # of (request, sample)
         self._held: dict[Key, int] = {}  # rows of samples that wait to go on
-        self._counters = {"prefilled_tokens": 0.0, "generated_tokens": 0.0, "kept_states": 0.0, "failures": 0.0}
+        self._kept_states = 0
 
     def submit(self, works: Sequence[Work]) -> None:
         """See `Engine.submit`.
@@ -70,20 +72,19 @@ class LocalEngine:
                 keep=True,
             )
             number = self._generator.submit(request)
-            held = 0 if row is None else self._generator.states.tokens[row]
-            self._counters["prefilled_tokens"] += len(first.context) - held
-            self._counters["kept_states"] += row is not None
+            self._kept_states += row is not None
             self._keys.update({(number, i): work.key for i, work in enumerate(together)})
 
     def poll(self) -> list[Piece]:
         """See `Engine.poll`."""
-        training = self._model.training
-        self._model.eval()
+        training = [chunk.training for chunk in self._generator.chunks]
+        for chunk in self._generator.chunks:
+            chunk.eval()
         try:
             sampled = self._generator.step() if self._generator.busy else []
         finally:
-            self._model.train(training)
-        self._counters["generated_tokens"] += len(sampled)
+            for chunk, before in zip(self._generator.chunks, training):
+                chunk.train(before)
         return [self._piece(new) for new in sampled]
 
     def pause(self) -> list[Piece]:
@@ -103,7 +104,7 @@ class LocalEngine:
         self._take_kept()
         row = self._held.pop(key, None)
         if row is not None:
-            self._generator.states.remove([row])
+            self._generator.rows.remove([row])
 
     def drop_states(self) -> None:
         """Forget the states of all waiting samples; they are computed anew when the samples go on."""
@@ -111,8 +112,19 @@ class LocalEngine:
             self.release(key)
 
     def counters(self) -> dict[str, float]:
-        """See `Engine.counters`; `kept_states` counts continuations that found their states."""
-        return dict(self._counters)
+        """See `Engine.counters`; `kept_states` counts continuations that found their states.
+
+        Of several replicas also `generated_tokens_replica_N`, by number.
+        """
+        shares = self._generator.generated_tokens
+        of_each = {f"generated_tokens_replica_{n}": float(share) for n, share in enumerate(shares)}
+        return {
+            "prefilled_tokens": float(self._generator.prefilled_tokens),
+            "generated_tokens": float(sum(shares)),
+            "kept_states": float(self._kept_states),
+            "failures": 0.0,
+            **(of_each if len(shares) > 1 else {}),
+        }
 
     def _piece(self, new: Sampled) -> Piece:
         key = self._keys[new.request, new.sample]
@@ -122,8 +134,8 @@ class LocalEngine:
         """The row that holds the beginning of this context, if there is one."""
         self._take_kept()
         row = self._held.pop(work.key, None)
-        if row is not None and self._generator.states.tokens[row] >= len(work.context):
-            self._generator.states.remove([row])
+        if row is not None and self._generator.rows.held(row) >= len(work.context):
+            self._generator.rows.remove([row])
             return None
         return row
 

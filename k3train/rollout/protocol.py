@@ -20,6 +20,9 @@ from k3train.rollout.sampling import SamplingConfig
 MOST_CHOICES = 128
 MOST_PROMPTS = 256
 MOST_BODY_BYTES = 64 << 20
+# Beside the protocol: headers of a bucket of weights, and a field of a refresh from disk.
+WEIGHTS, BUCKET_NUMBER, LAST_BUCKET = "K3train-Weight-Version", "K3train-Bucket", "K3train-Last-Bucket"
+QUANT = "k3train_quant"
 _NEUTRAL = {"presence_penalty": 0, "frequency_penalty": 0, "repetition_penalty": 1, "best_of": 1, "min_p": 0}
 _IGNORED = {"user", "stream_options", "return_tokens_as_token_ids", "skip_special_tokens"}
 
@@ -225,9 +228,9 @@ def choice_body(choice: Choice, request: CompletionRequest, since: int = 0, text
 
 
 def completion_body(
-    identity: str, model: str, choices: Sequence[dict[str, Any]], version: int, usage: dict[str, int] | None
+    identity: str, model: str, choices: Sequence[dict[str, Any]], version: str | None, usage: dict[str, int] | None
 ) -> dict[str, Any]:
-    """A whole answer, or one chunk of a stream. `k3train_version` numbers the weights."""
+    """A whole answer, or one chunk of a stream. `k3train_version` names the weights that drew it; null in between."""
     body = {
         "id": identity,
         "object": "text_completion",

@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 
 from k3train.checkpoint import directory, store
+from k3train.config.load import recipe_from_dict
 from k3train.errors import UserError
 from k3train.model.model import K3Model
 
@@ -17,7 +18,8 @@ BUCKET_BYTES = 64 << 20
 def load_weights(model: K3Model, folder: Path) -> None:
     """Overwrite the weights with those of a checkpoint or run, or of an exported Hugging Face folder (bf16 or MXFP4).
 
-    Of an exported folder at most a few rows are in memory beside the model. One rank only.
+    Of an exported folder at most a few rows are in memory beside the model. A checkpoint's adapters go into the
+    weights, for the model has none. One rank only.
 
     Raises:
         UserError: the folder is neither, is damaged, or belongs to another model.
@@ -25,7 +27,24 @@ def load_weights(model: K3Model, folder: Path) -> None:
     if (folder / "config.json").is_file():
         _load_exported(model, folder)
     else:
-        store.load_model(directory.resolve(folder), [model])
+        path = directory.resolve(folder)
+        store.load_model(path, [model])
+        _merge_adapters(model, path)
+
+
+def _merge_adapters(model: K3Model, checkpoint: Path) -> None:
+    from k3train.hf.adapters import Merger
+    from k3train.hf.torch_dist import TensorReader
+
+    config = recipe_from_dict(directory.read_marker(checkpoint)["config"])
+    if not config.lora.enabled:
+        return
+    tensors = TensorReader(checkpoint)
+    merger = Merger(tensors, config.lora)
+    for name, tensor in named_weights(model).items():
+        if merger.has(name):
+            copy_rows(tensor, 0, merger.rows(name, tensor.detach(), 0))
+    tensors.close()
 
 
 def _load_exported(model: K3Model, folder: Path) -> None:
@@ -82,6 +101,11 @@ def buckets(model: K3Model, most_bytes: int = BUCKET_BYTES) -> Iterator[dict[str
 
     sizes = {name: (t.shape[0], t[:1].numel() * t.element_size()) for name, t in tensors.items()}
     return bucketed(sizes, rows, most_bytes)
+
+
+def largest_bucket(sizes: dict[str, tuple[int, int]], most_bytes: int) -> int:
+    """Bytes of weights that no bucket of `bucketed` goes beyond."""
+    return max([most_bytes, *(row for _, row in sizes.values())])
 
 
 def bucketed(

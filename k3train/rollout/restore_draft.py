@@ -10,14 +10,11 @@ from k3train.checkpoint import engines, store
 from k3train.config.draft import DraftConfig
 from k3train.config.explain import as_override
 from k3train.config.schema import RecipeConfig
-from k3train.config.shapes import EXPERTS, MLA, WIDTHS, first_difference
+from k3train.config.shapes import DRAFT, first_difference
 from k3train.errors import UserError
 from k3train.model.draft import FUSION, DraftModel
 from k3train.model.init import init_weights
 from k3train.rollout.restore import Restored, recipe_of
-
-# What decides the shapes of the layer, and which sums it reads.
-_ALIKE = (*WIDTHS, "attention_residual.enabled", "attention_residual.block_size", *MLA, *EXPERTS, "moe.top_k")
 
 
 def draft_recipe(source: str, target: RecipeConfig) -> tuple[Path, RecipeConfig]:
@@ -37,7 +34,7 @@ def draft_recipe(source: str, target: RecipeConfig) -> tuple[Path, RecipeConfig]
             f"--draft {source} has model.mtp.mixer={theirs.model.mtp.mixer}, whose state cannot go back behind a"
             " rejected token; allowed: mla"
         )
-    if differs := first_difference(theirs.model, target.model, _ALIKE):
+    if differs := first_difference(theirs.model, target.model, DRAFT):
         key, was, now = differs
         raise UserError(
             f"--draft {source} is of another model: model.{key} is {as_override(was)} there and"

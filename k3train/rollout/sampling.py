@@ -93,10 +93,18 @@ def draw(probs: torch.Tensor, generators: Sequence[torch.Generator]) -> torch.Te
     return torch.minimum(found, last).squeeze(1)
 
 
+NOT_FINITE = "The model's logits are not finite; the checkpoint holds NaN or infinite weights"
+
+
+def are_finite(logits: torch.Tensor) -> bool:
+    """Whether logits [n, vocab] are numbers."""
+    return bool(torch.isfinite(logits.amax(dim=-1)).all())
+
+
 def check_finite(logits: torch.Tensor) -> None:
     """Raise UserError where logits [n, vocab] are not numbers, so the weights are not either."""
-    if not torch.isfinite(logits.amax(dim=-1)).all():
-        raise UserError("The model's logits are not finite; the checkpoint holds NaN or infinite weights")
+    if not are_finite(logits):
+        raise UserError(NOT_FINITE)
 
 
 def log_probabilities(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:

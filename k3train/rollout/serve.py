@@ -11,7 +11,12 @@ from typing import Any
 from k3train.errors import UserError
 from k3train.rollout.generate import check_tokens
 from k3train.rollout.protocol import (
+    BUCKET_NUMBER,
+    LAST_BUCKET,
     MOST_BODY_BYTES,
+    MOST_CHOICES,
+    QUANT,
+    WEIGHTS,
     BadRequestError,
     Choice,
     CompletionRequest,
@@ -19,9 +24,10 @@ from k3train.rollout.protocol import (
     completion_body,
     parse_completion,
 )
-from k3train.rollout.refresh import BUCKET_BYTES
 from k3train.rollout.serve_model import Answer, Job, ModelThread, new_identity
 
+MOST_BUCKET_BYTES = 1 << 30  # of weights in one bucket
+HEADER_BYTES = 16 << 20  # what their names and shapes may take beside them
 ENDPOINTS = {
     "GET": ("/health", "/v1/models"),
     "POST": ("/v1/completions", "/update_weights_from_disk", "/update_weights_from_bucket"),
@@ -119,7 +125,14 @@ class _Handler(BaseHTTPRequestHandler):
         self._send(200, {"status": "ok", "k3train_version": self.server.worker.version})
 
     def _models(self) -> None:
-        listed = {"id": self.server.model_name, "object": "model", "owned_by": "k3train"}
+        worker = self.server.worker
+        own = {
+            "updates": worker.allow_updates,
+            "quant": worker.quant,
+            "most_bucket_bytes": MOST_BUCKET_BYTES,
+            "most_choices": MOST_CHOICES,
+        }
+        listed = {"id": self.server.model_name, "object": "model", "owned_by": "k3train", "k3train": own}
         self._send(200, {"object": "list", "data": [listed]})
 
     def _refuse_updates(self) -> None:
@@ -138,20 +151,28 @@ class _Handler(BaseHTTPRequestHandler):
         version = given.get("weight_version") if isinstance(given, dict) else None
         if not isinstance(folder, str) or not Path(folder).is_dir():
             raise BadRequestError(f"model_path is {folder!r:.200}; an existing folder is needed", "model_path")
-        if version is not None and type(version) is not int:
-            raise BadRequestError(f"weight_version is {version!r:.100}; a whole number is needed", "weight_version")
-        worker = self.server.worker
-        version = worker.call(lambda: worker.update(Path(folder), version))
+        if version is not None and (type(version) not in (int, str) or version == ""):
+            raise BadRequestError(f"weight_version is {version!r:.100}; a text is needed", "weight_version")
+        worker, quant = self.server.worker, [given[QUANT]] if QUANT in given else []
+        name = None if version is None else str(version)
+        version = worker.call(lambda: worker.update(Path(folder), name, *quant))
         self._send(200, {"success": True, "message": "", "k3train_version": version})
 
     def _update_weights_from_bucket(self) -> None:
         self._refuse_updates()
-        version = self.headers.get("K3train-Weight-Version")
-        if version is not None and not version.isdecimal():
-            raise BadRequestError(f"K3train-Weight-Version is {version!r:.100}; a whole number is needed")
-        content, worker = self._body(8 * BUCKET_BYTES), self.server.worker
+        version, number = self.headers.get(WEIGHTS), self.headers.get(BUCKET_NUMBER, "")
+        if not version or not number.isdecimal():
+            raise BadRequestError(f"{WEIGHTS} names the weights and {BUCKET_NUMBER} numbers the bucket; one is missing")
+        is_last = self.headers.get(LAST_BUCKET) == "1"
         try:
-            done = worker.call(lambda: worker.update_bucket(content, None if version is None else int(version)))
+            quant = [json.loads(text)] if (text := self.headers.get("K3train-Quant")) else []
+        except ValueError as error:
+            raise BadRequestError(f"K3train-Quant is not JSON ({error})") from error
+        content, worker = self._body(MOST_BUCKET_BYTES + HEADER_BYTES), self.server.worker
+        try:
+            done = worker.call(lambda: worker.update_bucket(content, int(number), version, is_last, *quant))
+        except BadRequestError:
+            raise
         except (ValueError, KeyError) as error:
             raise BadRequestError(f"the body is no bucket of safetensors ({error})") from error
         except Exception as error:

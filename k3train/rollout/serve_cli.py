@@ -7,6 +7,7 @@ import signal
 import threading
 
 from k3train.errors import UserError
+from k3train.model.lora import merge_adapters
 from k3train.rollout.restore import restore, tokenizer_of
 from k3train.rollout.serve import CompletionServer
 from k3train.rollout.serve_model import ModelThread
@@ -25,8 +26,11 @@ def run(args: argparse.Namespace) -> int:
     if not args.model_name:
         raise UserError("--model-name is empty; give at least one character")
     tokenizer, ends = tokenizer_of(args.checkpoint)
-    restored = restore(args.checkpoint, command="serve")
-    worker = ModelThread(restored.model, tokenizer, ends, args.batch_size, args.allow_updates)
+    restored = restore(args.checkpoint, command="serve", quant=args.quant)
+    if restored.config.lora.enabled:
+        merge_adapters(restored.model)  # a refresh brings whole weights, which adapters would change once more
+    policy = restored.config.quant.policy() if restored.config.quant.enabled else None
+    worker = ModelThread(restored.model, tokenizer, ends, args.batch_size, args.allow_updates, policy)
     try:
         server = CompletionServer((args.host, args.port), worker, args.model_name)
     except (OSError, OverflowError) as error:

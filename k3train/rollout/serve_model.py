@@ -11,12 +11,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from k3train.config.quant import policy_in_force
 from k3train.data.tokenizer import Tokenizer
+from k3train.errors import UserError
 from k3train.model.model import K3Model
 from k3train.rollout.generate import MAX_ROWS, BatchGenerator, Request, Sampled
-from k3train.rollout.protocol import Choice, CompletionRequest, completion_body
+from k3train.rollout.protocol import QUANT, BadRequestError, Choice, CompletionRequest, completion_body
 from k3train.rollout.refresh import apply_bucket, load_weights
+from k3train.rollout.restore import recipe_of
 from k3train.rollout.scoring import token_logprobs
+from k3train.rollout.servers import said_policy
 from k3train.rollout.text import TextStream
 
 
@@ -42,11 +46,16 @@ class ModelThread(threading.Thread):
         ends: frozenset[int],
         max_rows: int = MAX_ROWS,
         allow_updates: bool = False,
+        quant: dict[str, Any] | None = None,
     ) -> None:
+        """`quant`: the policy that the model rounds its experts by (`QuantConfig.policy`), None without."""
         super().__init__(name="k3train-model", daemon=True)
         self.allow_updates = allow_updates
         self.model, self.tokenizer, self.ends = model, tokenizer, ends
-        self.version = 0
+        # The name of the weights, another at every start; None while only a part of others has arrived.
+        self.version: str | None = f"start-{uuid.uuid4().hex[:12]}"
+        self.quant = quant
+        self._arriving: tuple[str, int] | None = None  # the name of weights that come in buckets, and the next's number
         vocab = model.vocab_size if tokenizer is None else min(tokenizer.vocab_size, model.vocab_size)
         self._new_generator = lambda: BatchGenerator(model, vocab, max_rows=max_rows)
         self._generator = self._new_generator()
@@ -102,7 +111,7 @@ class ModelThread(threading.Thread):
 
     def _tell(self, new: Sampled) -> None:
         job, first = self._running[new.request]
-        job.events.put((first + new.sample, new))
+        job.events.put((first + new.sample, new, self.version))
         if new.finish is not None:
             job.left -= 1
             if not job.left:
@@ -136,19 +145,63 @@ class ModelThread(threading.Thread):
         """Log-probabilities of the tokens of each prompt but the first."""
         return token_logprobs(self.model, prompts)
 
-    def update(self, folder: Path, version: int | None) -> int:
-        """Other weights, between two tokens of whatever runs."""
-        load_weights(self.model, folder)
-        self.version = self.version + 1 if version is None else version
-        return self.version
+    def update(self, folder: Path, version: str | None, *quant: dict[str, Any] | None) -> str:
+        """Other weights, between two tokens of whatever runs; `quant` as the trainer has it, else as the folder says.
 
-    def update_bucket(self, content: bytes, version: int | None) -> int:
-        """Some rows of some weights; `version` with the last bucket."""
+        Raises:
+            UserError: the folder cannot be read, or was trained under another policy than this model rounds by.
+        """
+        self._check_quant(quant[0] if quant else policy_of_folder(folder))
+        version = version or f"disk-{uuid.uuid4().hex[:12]}"
+        self.version = self._arriving = None  # reading may fail in the middle
+        load_weights(self.model, folder)
+        self.version = version
+        return version
+
+    def update_bucket(self, content: bytes, number: int, version: str, is_last: bool, *quant: Any) -> str | None:
+        """Some rows of some weights. Those of one version come one after the other, from bucket 0 on.
+
+        Raises:
+            BadRequestError: 409, this is not the bucket that comes next: begin again with the first.
+            UserError: it does not fit the model; nothing of it is applied.
+        """
         from safetensors.torch import load
 
+        if quant:
+            self._check_quant(quant[0])
+        # The last one again: its answer did not arrive.
+        if number and self._arriving not in ((version, number), (version, number + 1)):
+            why = "came out of turn, for the server was started anew or others sent some too"
+            raise BadRequestError(f"bucket {number} of {version} {why}; begin again with bucket 0", status=409)
         apply_bucket(self.model, load(content))
-        self.version = self.version if version is None else version
+        self._arriving = None if is_last else (version, number + 1)
+        self.version = version if is_last else None
         return self.version
+
+    def _check_quant(self, asked: dict[str, Any] | None) -> None:
+        if asked != self.quant:
+            raise UserError(
+                f"{QUANT}: this server computes {said_policy(self.quant)}, and the weights are trained"
+                f" {said_policy(asked)}; start it from a checkpoint that was trained so, or with --quant"
+            )
+
+
+def policy_of_folder(folder: Path) -> dict[str, Any] | None:
+    """The policy that the weights in a checkpoint, run or exported folder were trained under.
+
+    Raises:
+        UserError: it is none of these, or damaged.
+    """
+    if not (folder / "config.json").is_file():
+        config = recipe_of(folder)[1]
+        policy = policy_in_force(config.quant, config.stage.name)
+        return policy and policy.policy()
+    from k3train.hf.config import read_config
+    from k3train.hf.quant_policy import policy_of
+
+    file = folder / "config.json"
+    found = policy_of(read_config(file).content, file)
+    return found.policy() if found.enabled else None
 
 
 def new_identity() -> str:
@@ -160,6 +213,7 @@ class Answer:
 
     def __init__(self, job: Job, worker: ModelThread) -> None:
         self.job, self._worker, self.new_identity = job, worker, new_identity()
+        self._version = worker.version  # of the weights that drew the last token
         n = job.request.n
         self.choices = [Choice(i, job.prompts[i // n]) for i in range(n * len(job.prompts))]
         tokenizer = worker.tokenizer
@@ -174,7 +228,7 @@ class Answer:
                 raise event
             if event is None:
                 return
-            index, new = event
+            index, new, self._version = event
             choice = self.choices[index]
             if choice.finish_reason is not None:
                 continue  # a token that was on its way when a stop string ended it
@@ -211,4 +265,4 @@ class Answer:
         if usage:
             prompt, made = sum(map(len, self.job.prompts)), sum(len(c.tokens) for c in self.choices)
             counted = {"prompt_tokens": prompt, "completion_tokens": made, "total_tokens": prompt + made}
-        return completion_body(self.new_identity, name, choices, self._worker.version, counted)
+        return completion_body(self.new_identity, name, choices, self._version, counted)

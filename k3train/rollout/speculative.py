@@ -16,8 +16,9 @@ from k3train.model.draft import DraftModel
 from k3train.model.packing import Packing
 from k3train.model.state import SequenceStates, StateView
 from k3train.model.transformer_config import K3TransformerConfig
-from k3train.rollout.generate import BatchGenerator, Request, Sampled, _Running
+from k3train.rollout.generate import BatchGenerator
 from k3train.rollout.rejection import accept
+from k3train.rollout.requests import Request, Running, Sampled
 from k3train.rollout.sampling import (
     SamplingConfig,
     check_finite,
@@ -122,7 +123,7 @@ class SpeculativeGenerator(BatchGenerator):
         named = request.prompt if request.stream_of is None else request.stream_of
         return stream(request.sampling.seed, (*named, -1 - request.drawn) if request.drawn else named, sample)
 
-    def _forward(self, rows: Sequence[int], tokens: Sequence[Sequence[int]]) -> torch.Tensor:
+    def _forward(self, rows: Sequence[int], tokens: Sequence[Sequence[int]]) -> list[torch.Tensor | None]:
         """As there; the draft reads all that it can."""
         view = self.states.extend(rows, [len(piece) for piece in tokens])
         logits, fused = self._read(view, tokens, view.cu_seqlens[1:] - 1)
@@ -134,7 +135,7 @@ class SpeculativeGenerator(BatchGenerator):
             self._draft(late, [u.features[:-1] for u in unread], [u.tokens for u in unread])
         for row, u in zip(late, unread):
             self.states.unread[row] = Unread(u.features[-1:], ())
-        return logits
+        return list(logits.split(1))
 
     def _add_unread(self, row: int, features: torch.Tensor, tokens: Sequence[int]) -> None:
         before = self.states.unread.get(row)
@@ -193,7 +194,7 @@ class SpeculativeGenerator(BatchGenerator):
                 self._end(r)
         return new
 
-    def _propose(self, running: list[_Running]) -> tuple[list[list[int]], list[torch.Tensor | None]]:
+    def _propose(self, running: list[Running]) -> tuple[list[list[int]], list[torch.Tensor | None]]:
         """Tokens for each sample, and the distributions [n, vocab] that they were drawn from."""
         samplings = [self.requests[r.request].sampling for r in running]
         wanted = [min(self.draft_tokens, s.max_new_tokens - r.produced - 1) for r, s in zip(running, samplings)]
@@ -215,7 +216,7 @@ class SpeculativeGenerator(BatchGenerator):
         return proposals, [torch.stack(b) if b else None for b in beliefs]
 
     def _judge(
-        self, r: _Running, proposal: list[int], belief: torch.Tensor | None, logits: torch.Tensor
+        self, r: Running, proposal: list[int], belief: torch.Tensor | None, logits: torch.Tensor
     ) -> list[Sampled]:
         """The tokens that a sample gets in this round, up to its last; `logits` are the target's [proposal + 1, v]."""
         sampling = self.requests[r.request].sampling

@@ -104,4 +104,6 @@ class DistillStage(SftStage):
         if held_out is None:
             return None
         reports = self._trainer.runner.evaluate(held_out)
+        if "cross_entropy" not in reports:  # no held-out token counts
+            return reports
         return {**reports, "perplexity": math.exp(min(reports["cross_entropy"], 80.0))}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -20,16 +19,15 @@ from k3train.rl.chat import ChatFormat
 from k3train.rl.effort import Budgets
 from k3train.rl.objective import distillation_advantages, kl_estimate, policy_terms
 from k3train.rl.rollouts import Rollouts
+from k3train.rl.server_engine import server_engine
 from k3train.rl.shared_engine import SharedEngine
-from k3train.rl.sources import fingerprint, held_out, make_sources
+from k3train.rl.sources import Source, check_effort, evaluated, fingerprint, make_sources
+from k3train.rl.teacher_hosts import check_same_teachers, identities
 from k3train.rl.teachers import Teachers
 from k3train.rl.trajectory import Group
 from k3train.rl.weights import WeightRefresh
-from k3train.rollout.client import CompletionClient
-from k3train.rollout.engine import Work
+from k3train.rl.whole import WholeAnswers
 from k3train.rollout.local import LocalEngine
-from k3train.rollout.remote import OpenAIEngine
-from k3train.rollout.sampling import SamplingConfig
 from k3train.stages.inputs import fitting_tokenizer
 from k3train.train.stage import Batch
 from k3train.train.watchdog import touch_seconds
@@ -53,18 +51,30 @@ class RLStage:
         self.chat = ChatFormat(self.tokenizer, f"data.tokenizer={config.data.tokenizer}")
         sources = make_sources(self.rl)
         self.fingerprint = fingerprint(self.rl, sources, self.tokenizer)
+        check_effort(self.rl.effort, sources)
         self.budgets = Budgets(self.rl.effort)
         self.rollouts = Rollouts(
             self.rl, sources, self.chat, config.train.seed, config.train.seq_length, from_first_rank, self._budget
         )
-        self._held_out = held_out(self.rl)
+        shares, self._held_out = evaluated(self.rl, sources)
+        self._evaluation = self._whole_answers(shares, 1, "rl.eval_tasks", self.rl.eval_temperature)
         self._trainer: Any = None
         self._teachers: Teachers | None = None
+        self._which_teachers: list[dict[str, str] | None] = []
         self._groups: list[Group] = []  # that the last step's rollouts gave
         self._learned: list[Group] = []  # those of them that it trained on
         self._scores: dict[tuple[int, int], list[float]] | None = None  # teachers', of all of them
         self._version = 0
         self._rows = 0
+
+    def _whole_answers(
+        self, sources: list[Source], samples: int, where: str = Rollouts.where, temperature: float | None = None
+    ) -> WholeAnswers:
+        train = self.config.train
+        common = (self.chat, train.seed, train.seq_length, from_first_rank)
+        made = WholeAnswers(self.rl, sources, *common, samples, where, temperature)
+        made.touch.seconds = touch_seconds(self.config)
+        return made
 
     def attach(self, trainer: Any) -> None:
         """Take the trainer's models and start the engine.
@@ -78,9 +88,13 @@ class RLStage:
         if self.rl.objective.signal == "mopd":
             self._teachers = Teachers(self.config, self.rollouts, trainer.here)
             self.rollouts.on_done = self._teachers.begin
+            self._which_teachers = from_first_rank(lambda: identities(self.rl.teachers))
+            for number, which in enumerate(self._which_teachers):
+                if which is not None:
+                    trainer.telemetry.event(f"rl.teachers.{number} is {which['checkpoint']}")
         if rollout.engine == "local":
             self.engine: LocalEngine | SharedEngine = LocalEngine(
-                self._model,
+                [model.module for model in trainer.models],
                 min(self.tokenizer.vocab_size, self._model.vocab_size),
                 dist.group.WORLD,
                 rollout.max_rows,
@@ -88,24 +102,22 @@ class RLStage:
                 record_experts=rollout.replay_experts,
             )
         else:
-            self.engine = SharedEngine(self._connect)
+            self.engine = server_engine(self.config, trainer, self._give_again)
             self._refresh_weights = WeightRefresh(self.config, trainer)
         self._refreshed: int | None = None
 
-    def _connect(self) -> OpenAIEngine:
-        rollout = self.rl.rollout
-        client = CompletionClient(rollout.url, rollout.model, rollout.timeout_seconds)
-        return OpenAIEngine(client, rollout.concurrency, rollout.retries)
-
     def training_steps(self, consumed_samples: int) -> Iterator[list[Batch]]:
-        """Sample, reward, pack: one step's rows after the other. The policy's version is the number of steps done."""
-        version = consumed_samples // self.config.train.global_batch_size
+        """Sample, reward, pack: one step's rows after the other.
+
+        The policy's version is the number of steps done, by the trainer's own count: samples consumed do not tell it
+        where a run goes on with another number of them a step.
+        """
         if self.rl.effort.enabled and not self.budgets.base:
-            self._measure_budgets(version)
+            self._measure_budgets()
         while True:
-            self._version, self._groups = version, self._collect(version)
+            self._version = version = self._trainer.state.step
+            self._groups = self._collect(version)
             yield self._batches(self._groups, version)
-            version += 1
 
     def _collect(self, version: int) -> list[Group]:
         self._refresh(version)
@@ -129,6 +141,11 @@ class RLStage:
         self._refresh_weights(self.engine, version)
         self._refreshed = version
 
+    def _give_again(self) -> None:
+        """The server lost the weights that it was given: these are still the trainer's."""
+        if self._refreshed is not None:
+            self._refresh_weights(self.engine, self._refreshed)
+
     def _batches(self, groups: list[Group], version: int) -> list[Batch]:
         config = self.config
         groups = self._learned = with_signal(groups, self.rl.objective)
@@ -142,7 +159,10 @@ class RLStage:
         return micro_batches(batch, micro, rank, ranks)
 
     def loss(self, losses: TokenLosses) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
-        """The objective summed over sampled tokens, their number, and what is reported of them."""
+        """The objective summed over sampled tokens, their number, and what is reported of them.
+
+        `rollout_*` are means over fresh tokens, those that the policy in training drew: a step without any has none.
+        """
         batch, config = losses.batch, self.rl.objective
         mask = losses.loss_mask
         # Cross-entropy is the negative log-probability. Where nothing is trained both policies count as equal.
@@ -168,6 +188,7 @@ class RLStage:
             "sampled_entropy": mean(-logprob.detach(), mask),
             "rollout_kl": mean(divergence, fresh),
             "rollout_logprob_difference": mean(terms.log_ratio.abs(), fresh),
+            "fresh_share": mean(fresh, mask),
             "advantage_abs": mean(advantage.abs(), mask),
         }
         if config.signal == "mopd":
@@ -205,49 +226,11 @@ class RLStage:
             return None
         version = self._trainer.state.step
         self._refresh(version)
-        sampling = SamplingConfig(self.rl.rollout.max_new_tokens, self.rl.eval_temperature, seed=self.config.train.seed)
-        texts = self._answers(
-            [self.rollouts.prompt(task.conversation) for task in self._held_out],
-            sampling,
-            version,
-            samples=1,
-            doing=f"the evaluation after step {version}",
+        doing = f"the evaluation after step {version}"
+        groups = self._evaluation.answers(
+            self.engine, self._held_out, version, lambda: self._trainer.watchdog.beat(doing)
         )
-        right, lengths = [], []
-        for task, [tokens] in zip(self._held_out, texts):
-            answer = self.chat.answer(tokens, task.conversation.thinking)
-            right.append(answer.complete and task.is_right(answer.response))
-            lengths.append(len(tokens))
-        names = [f"{task.family} {task.effort or 'no effort'}" for task in self._held_out]
-        return {**report.accuracy_metrics(right, names), "response_length": sum(lengths) / len(lengths)}
-
-    def _answers(
-        self, prompts: list[tuple[int, ...]], sampling: SamplingConfig, version: int, samples: int, doing: str
-    ) -> list[list[list[int]]]:
-        """Tokens of `samples` answers to each prompt, outside of the rollouts in flight.
-
-        Each that ends is progress of what is `doing`, for the watchdog: there may be one for every task.
-        """
-        first = -1 - len(prompts)  # keys that no group has
-        out: list[list[list[int]]] = [[[] for _ in range(samples)] for _ in prompts]
-        self.engine.version = version
-        works = []
-        for number, prompt in enumerate(prompts):
-            room = min(sampling.max_new_tokens, self.config.train.seq_length - len(prompt))
-            if room > 0:
-                limited = replace(sampling, max_new_tokens=room)
-                works += [Work((first + number, j), prompt, limited, self.chat.stop) for j in range(samples)]
-        self.engine.submit(works)
-        while pieces := self.engine.poll():
-            for piece in pieces:
-                if piece.token is not None:
-                    out[piece.key[0] - first][piece.key[1]].append(piece.token)
-                if piece.finish is not None:
-                    self.engine.release(piece.key)
-            if any(piece.finish is not None for piece in pieces):
-                self._trainer.watchdog.beat(doing)
-        self.engine.pause()
-        return out
+        return report.evaluation_metrics(self._evaluation.sources, groups)
 
     def _budget(self, environment: int, task: int, version: int) -> float | None:
         if not self.rl.effort.enabled:
@@ -255,31 +238,55 @@ class RLStage:
         effort = self.rollouts.sources[environment].tasks[task].effort
         return self.budgets.budget(environment, task, effort, version)
 
-    def _measure_budgets(self, version: int) -> None:
-        """b0 of every training task that states an effort (others have no budget) from the start model, single-turn.
+    def _measure_budgets(self) -> None:
+        """b0 of every training task that states an effort (others have no budget) from the start model.
 
         All at once: later there is no start model to ask (docs/rl.md).
         """
+        version, tell = self._trainer.state.step, self._trainer.telemetry.event
         self._refresh(version)  # a server may still hold whatever it was started with
-        sampling = SamplingConfig(self.rl.rollout.max_new_tokens, seed=self.config.train.seed)
-        for number, source in enumerate(self.rollouts.sources):
-            asked = [(index, task) for index, task in enumerate(source.tasks) if task.effort is not None]
-            prompts = [self.rollouts.prompt(source.environment.conversation(task)) for _, task in asked]
-            doing = f"step {version + 1} (the budgets of rl.environments.{number})"
-            answers = self._answers(prompts, sampling, version, self.rl.effort.samples, doing)
-            for (index, task), texts in zip(asked, answers):
-                read = [self.chat.answer(tokens, task.conversation.thinking) for tokens in texts]
-                right = [float(answer.complete and task.is_right(answer.response)) for answer in read]
-                thinking = self.rl.effort.counts == "thinking"
-                lengths = [a.thinking_tokens if thinking else len(t) for a, t in zip(read, texts)]
-                self.budgets.learn(number, index, lengths, right)
+        answers = self._whole_answers(self.rollouts.sources, self.rl.effort.samples)
+
+        def beat(number: int) -> None:
+            self._trainer.watchdog.beat(f"step {version + 1} (the budgets of rl.environments.{number})")
+
+        failed = self.budgets.measure(self.engine, answers, version, beat)
+        count = len(self.budgets.base)
+        mean = sum(self.budgets.base.values()) / count
+        tell(f"rl.effort: {count} tasks have a budget; b0 is {mean:.1f} tokens in the mean")
+        silent = sum(len(source.tasks) for source in answers.sources) - count - failed
+        if silent:
+            tell(f"rl.effort: {silent} tasks state no effort, and have no budget", "warning")
+        if failed:
+            tell(f"rl.effort: {failed} tasks have no budget, because all answers to them failed", "warning")
+
+    def rolled_back(self) -> None:
+        """The policy that samples in flight were drawn from was given up: they would count as one step old, and are
+        of weights that no step of the run leads to any more.
+        """
+        dropped, groups = self.rollouts.restart(self.engine), len(self.rollouts.groups)
+        self._refreshed = None
+        self._trainer.telemetry.event(
+            f"step {self._trainer.state.step}: {groups} groups in flight begin anew after the rollback; {dropped}"
+            " tokens of the policy that was given up are dropped",
+            "warning",
+        )
 
     def state_dict(self) -> dict[str, Any]:
-        """What is in flight and ready, the order of tasks, and the budgets."""
-        return {"rollouts": self.rollouts.state_dict(), "budgets": self.budgets.state_dict()}
+        """What is in flight and ready, the order of tasks, the budgets, and which teachers there are."""
+        return {
+            "rollouts": self.rollouts.state_dict(),
+            "budgets": self.budgets.state_dict(),
+            "teachers": self._which_teachers,
+        }
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
-        """Continue from what `state_dict` gave."""
+        """Continue from what `state_dict` gave, under the same recipe: a run directory refuses another one.
+
+        Raises:
+            UserError: a teacher is another one than when the run began.
+        """
+        check_same_teachers(saved.get("teachers", []), self._which_teachers)
         self.rollouts.load_state_dict(saved["rollouts"])
         self.budgets.load_state_dict(saved["budgets"])
         if self.rl.rollout.keep_states and self.rollouts.groups:

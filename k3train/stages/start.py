@@ -8,7 +8,7 @@ from k3train.checkpoint import directory
 from k3train.config.explain import as_override
 from k3train.config.load import recipe_from_dict
 from k3train.config.schema import RecipeConfig
-from k3train.config.shapes import EXPERTS, MLA, WIDTHS, first_difference
+from k3train.config.shapes import DRAFT, EXPERTS, MLA, WIDTHS, first_difference
 from k3train.data.chat.xtml import STRUCTURE, WORDS
 from k3train.data.tokenizer import Tokenizer, load_tokenizer
 from k3train.errors import UserError
@@ -50,15 +50,39 @@ def check_start(config: RecipeConfig, tokenizer: Tokenizer) -> None:
             f" {as_override(now)} here; allowed: weights of the same shapes; try model={saved.model.name} or"
             f" model.{key}={as_override(was)}"
         )
-    drawn = config.stage.name == "draft" and config.draft.start == "new"
-    if config.model.mtp.num_layers > saved.model.mtp.num_layers and not drawn:
+    is_draft = config.stage.name == "draft"
+    elsewhere = is_draft and (config.draft.start == "new" or config.draft.mtp_from is not None)
+    if config.model.mtp.num_layers > saved.model.mtp.num_layers and not elsewhere:
         cure = f"model.mtp.num_layers={saved.model.mtp.num_layers}"
+        if is_draft:
+            cure = "draft.mtp_from=RUN, one that it comes from and that has the layer, or draft.start=new"
         raise UserError(
             f"checkpoint.load={given} has model.mtp.num_layers={saved.model.mtp.num_layers} and the recipe asks for"
-            f" {config.model.mtp.num_layers}; try {'draft.start=new' if config.stage.name == 'draft' else cure}"
+            f" {config.model.mtp.num_layers}; try {cure}"
         )
+    if is_draft and config.draft.mtp_from is not None:
+        _check_layer(config)
     if (path / directory.TOKENIZER).is_dir():
         _check_tokenizer(config, tokenizer, load_tokenizer(path / directory.TOKENIZER))
+
+
+def _check_layer(config: RecipeConfig) -> None:
+    """Refuse a `draft.mtp_from` that has no such layer, or one of other shapes."""
+    given = Path(config.draft.mtp_from)
+    theirs = recipe_from_dict(directory.read_marker(directory.resolve(given))["config"]).model
+    named = f"draft.mtp_from={given}"
+    if theirs.mtp.num_layers != 1 or theirs.mtp.mixer != config.model.mtp.mixer:
+        raise UserError(
+            f"{named} has model.mtp.num_layers={theirs.mtp.num_layers} model.mtp.mixer={theirs.mtp.mixer}, so no layer"
+            f" for this draft; allowed: a run with model.mtp.num_layers=1 model.mtp.mixer={config.model.mtp.mixer}, or"
+            " try draft.mtp_from=null draft.start=new"
+        )
+    if differs := first_difference(theirs, config.model, DRAFT):
+        key, was, now = differs
+        raise UserError(
+            f"{named} is of another model: model.{key} is {as_override(was)} there and {as_override(now)} here;"
+            " allowed: weights of the same shapes, such as the run that the target comes from"
+        )
 
 
 def _check_tokenizer(config: RecipeConfig, now: Tokenizer, was: Tokenizer) -> None:

@@ -32,9 +32,14 @@ def new_parameters(config: RecipeConfig, source: Path) -> Callable[[str], bool]:
     return lambda name: False
 
 
+def of_the_layers_source(name: str) -> bool:
+    """Whether `draft.mtp_from` gives a parameter: the layer, and not the fusion that is new."""
+    return name.startswith("mtp.") and not name.startswith(FUSION)
+
+
 def _drafts_own(config: RecipeConfig, saved: RecipeConfig, source: Path) -> Callable[[str], bool]:
     """All of the draft where it is drawn anew, and only its fusion where it begins as the target's own layer."""
-    if config.draft.start == "new":
+    if config.draft.start == "new" or config.draft.mtp_from is not None:
         return lambda name: name.startswith("mtp.")
     if saved.stage.name != "draft":
         return lambda name: name.startswith(FUSION)

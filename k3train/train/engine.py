@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 import torch
 
-from k3train.checkpoint import engines, store
+from k3train.checkpoint import directory, engines, store
 from k3train.checkpoint.saver import Belongings, Saver, Tell
 from k3train.checkpoint.state import TrainState
 from k3train.config.schema import CheckpointConfig, RecipeConfig
@@ -18,7 +18,7 @@ from k3train.model.build import build_chunks
 from k3train.optim.build import build_optimizer, build_schedule, wrap_data_parallel
 from k3train.optim.policy import TableRow, apply_policy, optimizer_table
 from k3train.platform import Platform
-from k3train.train.adapters import new_parameters
+from k3train.train.adapters import new_parameters, of_the_layers_source
 from k3train.train.metrics import paths_taken
 from k3train.train.stage import Stage
 from k3train.train.step import StepRunner
@@ -70,6 +70,10 @@ class MegatronEngine:
     def load_weights(self, path: Path) -> None:
         engines.require_engine(path, "megatron", store.shared_marker(path))
         store.load_model(path, self.models, new_parameters(self.config, path))
+        if self.config.stage.name == "draft" and self.config.draft.mtp_from is not None:
+            layer = directory.resolve(self.config.draft.mtp_from)
+            engines.require_engine(layer, "megatron", store.shared_marker(layer))
+            store.load_model(layer, self.models, lambda name: not of_the_layers_source(name))
         self.optimizer.reload_model_params()
 
 

@@ -75,8 +75,8 @@ class Guards:
         self.state = GuardState.from_dict(saved or {})
         self.last: dict[str, float] = {}  # what the last step measured
 
-    def judge(self, loss: float, grad_norm: float) -> Verdict:
-        """Before the update. Every rank takes part; all get the same verdict."""
+    def judge(self, loss: float | None, grad_norm: float) -> Verdict:
+        """Before the update. Every rank takes part; all get the same verdict. `loss` is None where there is none."""
         found = {
             "non_finite": self._non_finite(loss, grad_norm),
             "loss_spike": self._loss_spike(loss),
@@ -104,13 +104,13 @@ class Guards:
             self.state.unbalanced = 0
         return self._agree({"balance": text})
 
-    def _non_finite(self, loss: float, grad_norm: float) -> str | None:
-        if not math.isfinite(loss):
+    def _non_finite(self, loss: float | None, grad_norm: float) -> str | None:
+        if loss is not None and not math.isfinite(loss):
             return f"loss={loss} is not finite"
         return None if math.isfinite(grad_norm) else f"grad_norm={grad_norm} is not finite"
 
-    def _loss_spike(self, loss: float) -> str | None:
-        if len(self.state.losses) < self.config.min_history or not math.isfinite(loss):
+    def _loss_spike(self, loss: float | None) -> str | None:
+        if loss is None or len(self.state.losses) < self.config.min_history or not math.isfinite(loss):
             return None
         above = self.last["loss_deviations"] = deviations(loss, self.state.losses)
         if self.config.loss_spike == "off" or above <= self.config.loss_deviations:
@@ -155,7 +155,7 @@ class Guards:
                 self.state.said[name] = step
         return told
 
-    def count(self, verdict: Verdict, loss: float, grad_norm: float) -> None:
+    def count(self, verdict: Verdict, loss: float | None, grad_norm: float) -> None:
         """A step that changed the model is what later ones are compared with; others are counted."""
         if not verdict.applies:
             self.state.skipped += 1
@@ -163,7 +163,7 @@ class Guards:
             return
         self.state.skipped_in_a_row = 0
         for window, value in ((self.state.losses, loss), (self.state.norms, grad_norm)):
-            if math.isfinite(value):
+            if value is not None and math.isfinite(value):
                 window.append(value)
                 del window[: -self.config.window]
 

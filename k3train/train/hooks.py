@@ -6,6 +6,7 @@ A stage that makes its data with the model in training, as reinforcement learnin
     step_metrics(seconds)        more numbers for the step that took so long
     evaluate()                   numbers of a held-out evaluation, instead of the loss of `held_out`
     state_dict(), load_state_dict(state)    plain data that the next step depends on, the same on every rank
+    rolled_back()                a guard put earlier weights in place of those that the stage has sampled from
 """
 
 from __future__ import annotations
@@ -45,6 +46,12 @@ def step_metrics(stage: Stage, seconds: float) -> dict[str, Any]:
 def evaluation(stage: Stage) -> dict[str, Any] | None:
     """The stage's own evaluation; None where it has none."""
     return stage.evaluate() if hasattr(stage, "evaluate") else None
+
+
+def rolled_back(stage: Stage) -> None:
+    """Tell the stage that the weights are those of an earlier checkpoint, while steps and data go on."""
+    if hasattr(stage, "rolled_back"):
+        stage.rolled_back()
 
 
 def _read(file: Path) -> dict[str, Any]:

@@ -88,7 +88,7 @@ class Trainer:
         self.throughput = Throughput.of(config, here)
         self.telemetry: Telemetry = startup.open_telemetry(config, run_dir, here, self.origin)
         self.saver = startup.open_saver(config, run_dir, self.telemetry, engine, stage.fingerprint, self.state.step)
-        self.held_out: list[dict[str, float]] = []  # evaluations of this process
+        self.held_out: list[dict[str, Any]] = []  # evaluations of this process
         self.flag_raised = 0  # the stop signal that all ranks agreed on after the last step
         self.save_now = False  # after a rollback
         self._all_written = False  # whether no rank's threads were at a checkpoint after the last step
@@ -149,7 +149,9 @@ class Trainer:
         with self.timers.phase("forward_backward"):
             reports = self.runner.forward_backward(batches)
         self._own_seconds = self.runner.ready_at - started
-        loss = reports["loss"]
+        loss = reports.get("loss")
+        if loss is None:
+            self.telemetry.event(f"step {number} has no token to train on, and so no loss", "warning")
         with self.timers.phase("optimizer"):
             grad_norm = self.optimizer.prepare()
         verdict = self.guards.judge(loss, grad_norm)
@@ -245,12 +247,15 @@ class Trainer:
             reports = self.runner.evaluate(held_out, stop=self._evaluation_is_over)
         if reports is None:
             return False
-        loss = reports["loss"]
-        metrics = {"step": self.state.step, **reports, "perplexity": math.exp(min(loss, 80.0))}
-        if self.stage.bytes_per_token:
+        metrics: dict[str, Any] = {"step": self.state.step, **reports}
+        loss = reports.get("loss")  # None where no held-out token counts
+        if loss is not None:
+            metrics["perplexity"] = math.exp(min(loss, 80.0))
+        if loss is not None and self.stage.bytes_per_token:
             metrics["bits_per_byte"] = loss / math.log(2) / self.stage.bytes_per_token
         metrics["eval_time"] = self.timers.collect()["eval"]
-        self.held_out.append(metrics)
+        if loss is not None:
+            self.held_out.append(metrics)
         self.telemetry.evaluation(metrics)
         return True
 

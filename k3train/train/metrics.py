@@ -132,7 +132,8 @@ def paths_taken(config: RecipeConfig, here: Platform) -> dict[str, str]:
         if config.parallel.balanced_experts:
             paths["dispatch"] += ", balanced by redundant experts in training"
         # Megatron-Core's rule has its own selection.
-        fused = model.moe.balancing != "megatron" and resolve_routing("auto", here.device) == "triton"
+        routing = resolve_routing(model.routing_backend(), here.device)
+        fused = model.moe.balancing != "megatron" and routing == "triton"
         paths["routing"] = "fused top-k and histogram (triton)" if fused else "torch"
         latent = model.moe.latent_size or model.hidden_size
         width = model.moe.expert_hidden_size // config.parallel.expert_tensor

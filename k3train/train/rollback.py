@@ -12,6 +12,7 @@ from k3train.checkpoint import directory, store
 from k3train.errors import UserError
 from k3train.optim.two_phase import TwoPhaseOptimizer, not_finite
 from k3train.parallel.first_rank import from_first_rank
+from k3train.train import hooks
 from k3train.train.guards import Verdict
 from k3train.train.resume import problems, set_aside
 
@@ -44,7 +45,7 @@ def _layer_of(name: str) -> tuple[int, str]:
     return number, name
 
 
-def tell(trainer: Trainer, verdict: Verdict, step: int, loss: float, grad_norm: float) -> None:
+def tell(trainer: Trainer, verdict: Verdict, step: int, loss: float | None, grad_norm: float) -> None:
     """Say what tripped, and raise where it ends the run.
 
     Raises:
@@ -115,6 +116,7 @@ def roll_back(trainer: Trainer) -> None:
             "checkpoint yet; try a smaller checkpoint.interval, or guards.*=skip"
         )
     path = _restore_good(trainer, found[: max(1, len(found) - config.guards.rollback_checkpoints + 1)])
+    hooks.rolled_back(trainer.stage)
     trainer.telemetry.alert(
         f"step {trainer.state.step}: rolled back to the weights of {path}; the data up to here are passed over",
         rollback=str(path),

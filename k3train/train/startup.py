@@ -37,6 +37,11 @@ OPTIMIZER_FILE = "optimizer.txt"
 # What may differ when a run continues: how it is shared out, shown and kept.
 _FREE_KEYS = ("run", "parallel", "telemetry", "checkpoint", "guards", "faults", "recipe_name")
 _FREE_KEYS += ("data.cache_dir", "data.num_workers", "engine", "deepspeed")
+# Where servers and kept logits are, and how much is done at a time: what a job that starts again elsewhere has new.
+_SERVER = ("url", "model", "timeout_seconds", "retries", "concurrency", "outage_minutes")
+_FREE_KEYS += tuple(f"rl.rollout.{name}" for name in _SERVER)
+_FREE_KEYS += ("rl.rollout.max_rows", "rl.rollout.environment_workers", "rl.teachers_in_memory", "distill.cache_dir")
+_FREE_IN_LISTS = {"rl.teachers": ("url", "model")}  # but for whether there is one
 _FREE_TRAIN_KEYS = ("micro_batch_size", "eval_interval", "eval_samples", "log_expert_load_interval")
 
 
@@ -165,9 +170,17 @@ def _first_difference(earlier: dict[str, Any], now: dict[str, Any]) -> tuple[str
         section, _, name = key.partition(".")
         if section in _FREE_KEYS or key in _FREE_KEYS or (section == "train" and name in _FREE_TRAIN_KEYS):
             continue
-        if was.get(key) != here.get(key):
+        if _bound(key, was.get(key)) != _bound(key, here.get(key)):
             return key, was.get(key), here.get(key)
     return None
+
+
+def _bound(key: str, value: Any) -> Any:
+    """The part of a value that may not change; of a teacher behind a server, that it is behind one."""
+    free = _FREE_IN_LISTS.get(key)
+    if free is None or not isinstance(value, list):
+        return value
+    return [{name: bool(v) if name in free else v for name, v in entry.items()} for entry in value]
 
 
 def _flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:

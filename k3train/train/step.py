@@ -20,9 +20,8 @@ from k3train.model.packing import Packing
 from k3train.model.transformer_config import K3TransformerConfig
 from k3train.parallel.communicator import StageCommunicator
 from k3train.parallel.pieces import pieces
+from k3train.train.reports import Reports, averages
 from k3train.train.stage import Batch, Stage
-
-Reports = dict[str, float]
 
 
 class StepRunner:
@@ -50,7 +49,10 @@ class StepRunner:
         self._schedule = get_forward_backward_func()
 
     def forward_backward(self, batches: list[Batch]) -> Reports:
-        """Gradients of the global batch in every rank's buffers; returns the reported averages on every rank."""
+        """Gradients of the global batch in every rank's buffers; returns the reported averages on every rank.
+
+        A name whose count is 0 over the whole batch is missing (`reports.averages`); so is a loss without tokens.
+        """
         for model in self.models:
             model.train()
             model.zero_grad_buffer()
@@ -162,7 +164,7 @@ class StepRunner:
         if reported:
             dist.all_reduce(totals, group=parallel_state.get_data_parallel_group(with_context_parallel=True))
         dist.broadcast(totals, src=last, group=group)
-        return {name: float(total / max(float(count), 1.0)) for name, (total, count) in zip(box[0], totals)}
+        return averages(box[0], totals)
 
 
 def _loss(stage: Stage, batch: Batch, output: object) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:

@@ -15,14 +15,14 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 from k3kernels import kda
 from k3kernels.backend import interpreting, resolve_backend
 from kernel_cases import TINY, Case, Out, Sizes, cases
-from readme import markdown, replace_block
+from readme import write_measured
 from torch import Tensor
 
 HEAD = (
@@ -137,17 +137,21 @@ def checked(case: Case, call: Callable[..., Out]) -> str | None:
     return None if apart <= case.tolerance else f"differs from the reference by {apart:.2g}"
 
 
+def called(case: Case, form: str) -> Callable[..., Out]:
+    """The case in one of the package's forms, or in what torch.compile makes of one."""
+    if form == "compiled":
+        return torch.compile(lambda *x: case.call(case.compiles, *x))
+    return lambda *x: case.call(form, *x)
+
+
 def candidates(case: Case, tiny: Case, device: torch.device) -> dict[str, Callable[..., Out] | str]:
     """What is timed, by its label, or the reason why it isn't; `tiny` is the same case at sizes for checks."""
     found: dict[str, Callable[..., Out] | str] = {}
     for form in case.forms:
-        if form == "compiled":
-            found[form] = torch.compile(lambda *x: case.call(case.compiles, *x))
-            continue
-        reason = why_not_form(form, device) or checked(tiny, lambda *x, form=form: tiny.call(form, *x))
-        found[form] = reason or (lambda *x, form=form: case.call(form, *x))
+        reason = why_not_form(form, device) or checked(tiny, called(tiny, form))
+        found[form] = reason or case.untimed.get(form) or called(case, form)
     for own, other in zip(tiny.rivals, case.rivals):
-        found[own.label] = own.why_not(device) or checked(tiny, own.call) or other.call
+        found[own.label] = own.why_not(device) or checked(tiny.as_timed(own.label), own.call) or other.call
     return found
 
 
@@ -178,7 +182,7 @@ def measure(
     for round_number in range(rounds + 2):
         for name in samples.keys() - found.keys():
             try:
-                taken = once(case, calls[name], device)
+                taken = once(case.as_timed(name), calls[name], device)
             except Exception as error:  # compilers and memory fail in many ways; the table says so, and goes on
                 found[name] = failure(error)
                 continue
@@ -210,19 +214,34 @@ def row(case: Case, name: str, taken: tuple[float, float, int] | str, roof: Roof
     ]
 
 
-def table(device: torch.device, sizes: Sizes, rounds: int, only: str, roof: Roof) -> tuple[list[list[str]], list[str]]:
-    """Every line, printed as it is measured; and which of this package's own forms fail or are wrong."""
-    rows, wrong = [], []
+@dataclass
+class Table:
+    """Lines; the forms that have times in them, by operation and case; own forms that fail or are wrong."""
+
+    rows: list[list[str]] = field(default_factory=list)
+    timed: dict[str, dict[str, list[str]]] = field(default_factory=dict)
+    wrong: list[str] = field(default_factory=list)
+
+    def add(self, case: Case, name: str, taken: tuple[float, float, int] | str, roof: Roof) -> None:
+        """A line, which is printed as well."""
+        self.rows.append(row(case.as_timed(name), name, taken, roof))
+        print("  ".join(self.rows[-1]), flush=True)
+        if not isinstance(taken, str):
+            self.timed.setdefault(case.operation, {}).setdefault(case.name, []).append(name)
+        elif taken.startswith(("differs", "fails")) and name in case.forms:
+            self.wrong.append(f"{case.name}, {name}: {taken}")
+
+
+def table(device: torch.device, sizes: Sizes, rounds: int, only: str, roof: Roof) -> Table:
+    """Every form of every case whose name or operation holds `only`."""
+    found = Table()
     for case, tiny in zip(cases(device, sizes), cases(device, TINY), strict=True):
         if only not in case.name and only != case.operation:
             continue
         torch.compiler.reset()  # its limit of variants counts all cases together, and then runs them uncompiled
         for name, taken in measure(case, candidates(case, tiny, device), device, rounds).items():
-            rows.append(row(case, name, taken, roof))
-            print("  ".join(rows[-1]), flush=True)
-            if isinstance(taken, str) and taken.startswith(("differs", "fails")) and name in case.forms:
-                wrong.append(f"{case.name}, {name}: {taken}")
-    return rows, wrong
+            found.add(case, name, taken, roof)
+    return found
 
 
 def main() -> int:
@@ -244,13 +263,13 @@ def main() -> int:
     title = f"{name}, {sizes.tokens} tokens, bf16, {args.rounds} rounds, copy {roof.bandwidth / 1e9:.0f} GB/s, "
     title += products
     print(f"{title}; auto is {resolve_backend('mix', 'auto', device)}", flush=True)
-    rows, wrong = table(device, sizes, args.rounds, args.only, roof)
+    found = table(device, sizes, args.rounds, args.only, roof)
     if args.write:
-        replace_block("measured", f"{title}; torch {torch.__version__}\n\n{markdown(HEAD, rows)}")
+        write_measured(name, f"{title}; torch {torch.__version__}", HEAD, found.rows, found.timed)
         print(f"written to {Path(__file__).parents[1] / 'README.md'}")
-    for line in wrong:
+    for line in found.wrong:
         print(f"bench_kernels.py: {line}", file=sys.stderr)
-    return 1 if wrong else 0
+    return 1 if found.wrong else 0
 
 
 if __name__ == "__main__":

@@ -22,7 +22,8 @@ def parts(write: bool) -> list[list[str]]:
     """Command lines, without the interpreter."""
     note = ["--write"] if write else []
     return [
-        ["-m", "pytest", "-q", *(str(TESTS / name) for name in ON_A_GPU), "-k", "on_a_gpu or compile"],
+        ["-m", "pytest", "-q", *(str(TESTS / name) for name in ON_A_GPU), "-k", "on_a_gpu"],
+        ["-m", "pytest", "-q", str(TESTS / "test_compiled.py")],
         ["-m", "pytest", "-q", str(TESTS / "test_kda_fla.py")],
         [str(BENCH / "compile_table.py"), *note],
         [str(BENCH / "bench_kernels.py"), "--device", "cuda", *note],

@@ -1,7 +1,13 @@
-"""Writes tables into kernels/README.md, between the comments that mark their places."""
+"""Writes tables into kernels/README.md, between the comments that mark their places, and what they hold for a program.
 
-from collections.abc import Sequence
+The registry reads the latter (`k3kernels/measured.json`): what was timed on a GPU is what the table shows.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+
+from k3kernels import registry
 
 README = Path(__file__).resolve().parents[1] / "README.md"
 
@@ -24,3 +30,16 @@ def replace_block(name: str, text: str) -> None:
     if not (found and ended):
         raise ValueError(f"{README} lacks {begin} ... {end}.")
     README.write_text(f"{before}{begin}\n{text}\n{end}{after}")
+
+
+def write_measured(
+    device: str, title: str, head: Sequence[str], rows: Sequence[Sequence[object]], timed: Mapping[str, Mapping]
+) -> None:
+    """The table of times, and for the registry what it times: forms, by their operation and its case.
+
+    Raises:
+        ValueError: the README has no place for it.
+    """
+    replace_block("measured", f"{title}\n\n{markdown(head, rows)}")
+    said = {"device": device, "operations": timed}
+    registry.MEASURED.write_text(json.dumps(said, indent=2) + "\n", encoding="utf-8")

@@ -1,18 +1,21 @@
 """Other projects' kernels for the same operations, each optional and imported when it is first called.
 
 What is not installed, or does not run on a device, is said and not timed; nor is what computes something else than the
-reference at small sizes. Written against fla-core 0.6.0, liger-kernel 0.8.5, torchao 0.18.0, causal-conv1d 1.6,
-Transformer Engine 2.20 and emerging-optimizers 0.3.0.
+reference at small sizes. Written against fla-core 0.6.0, liger-kernel 0.8.5, nemo-automodel 0.7.0, torchao 0.18.0,
+causal-conv1d 1.6, FlashKDA as fla-core 0.6.0 calls it, Transformer Engine 2.20, Megatron-Core 0.19.2 and
+emerging-optimizers 0.3.0.
 """
 
 from __future__ import annotations
 
 import functools
 import importlib.util
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import metadata
 
+import automodel
 import torch
 from torch import Tensor
 
@@ -22,7 +25,10 @@ MX_BLOCK = 32
 
 @dataclass(frozen=True)
 class Rival:
-    """`call(*inputs)` of a case; `module` is what its package is imported as, `capability` the least that runs it."""
+    """`call(*inputs)` of a case; `module` is what its package is imported as, `capability` the least that runs it.
+
+    Without `backward` its forward alone is compared and timed.
+    """
 
     name: str
     package: str
@@ -30,6 +36,7 @@ class Rival:
     call: Callable[..., Tensor | tuple[Tensor, ...]]
     cuda: bool = True
     capability: tuple[int, int] = (0, 0)
+    backward: bool = True
 
     @property
     def label(self) -> str:
@@ -56,6 +63,14 @@ def _fla(name: str, call: Callable[..., Tensor]) -> Rival:
 
 def _liger(name: str, call: Callable[..., Tensor]) -> Rival:
     return Rival(f"liger {name}", "liger-kernel", "liger_kernel", call)
+
+
+def _automodel(name: str, call: Callable[..., Tensor]) -> Rival:
+    return Rival(f"nemo-automodel {name}", "nemo-automodel", "nemo_automodel", call)
+
+
+def _engine(name: str, call: Callable[..., Tensor], **settings: tuple[int, int]) -> Rival:
+    return Rival(f"TE {name}", "transformer-engine", "transformer_engine", call, **settings)
 
 
 def fla_swiglu(gate: Tensor, up: Tensor) -> Tensor:
@@ -102,16 +117,34 @@ def liger_norm(x: Tensor, weight: Tensor) -> Tensor:
     return liger_rms_norm(x, weight, EPS, in_place=False)
 
 
+def te_norm(x: Tensor, weight: Tensor) -> Tensor:
+    """The module that the layers of `parallel.transformer_impl=te` are made of."""
+    import transformer_engine.pytorch as te
+
+    settings = {"dtype" if "dtype" in inspect.signature(te.RMSNorm).parameters else "params_dtype": weight.dtype}
+    module = te.RMSNorm(len(weight), eps=EPS, device=weight.device, **settings)
+    return torch.func.functional_call(module, {"weight": weight}, x)
+
+
 def torch_norm(x: Tensor, weight: Tensor) -> Tensor:
     return torch.nn.functional.rms_norm(x, weight.shape, weight, EPS)
 
 
+SITU = (
+    _automodel("SiTU", automodel.situ),
+    _automodel("SiTU, approximate tanh and reciprocal", automodel.situ_fast),
+)
 SWIGLU = (_fla("swiglu", fla_swiglu), _liger("swiglu", liger_swiglu))
-MIX = (_fla("fused_attnres", fla_mix), _liger("attn_res, which stacks the sources", liger_mix))
+MIX = (
+    _fla("fused_attnres", fla_mix),
+    _liger("attn_res, which stacks the sources", liger_mix),
+    _automodel("attn_res_triton, with finished blocks stacked", automodel.mix),
+)
 GATED_NORM = (_fla("rms_norm_gated", fla_gated_norm),)
 NORM = (
     _fla("rms_norm", fla_norm),
     _liger("rms_norm", liger_norm),
+    _engine("RMSNorm", te_norm),
     Rival("torch.nn.functional.rms_norm", "torch", "torch", torch_norm, cuda=False),
 )
 
@@ -134,6 +167,49 @@ def convolutions(edges: Tensor) -> tuple[Rival, ...]:
     return _fla("causal_conv1d", fla), Rival("causal-conv1d", "causal-conv1d", "causal_conv1d", dao)
 
 
+def attentions(edges: Tensor) -> tuple[Rival, ...]:
+    """KDA over the documents that `edges` bounds; both kernels have heads of 128 alone. fla's is a form of the case."""
+
+    def fused(*inputs: Tensor) -> Tensor:
+        return automodel.attention(*inputs, edges)
+
+    def flash(q: Tensor, k: Tensor, v: Tensor, f: Tensor, b: Tensor, a_log: Tensor, dt_bias: Tensor) -> Tensor:
+        import flash_kda
+
+        out, bias = torch.empty_like(v), dt_bias.view(len(a_log), -1)
+        settings = {"A_log": a_log, "dt_bias": bias, "lower_bound": automodel.FLOOR, "cu_seqlens": edges.long()}
+        with torch.no_grad():
+            flash_kda.fwd(q, k, v, f, b, q.shape[-1] ** -0.5, out, initial_state=None, final_state=None, **settings)
+        return out
+
+    return (
+        _automodel("kda_fused", fused),
+        Rival("FlashKDA, forward", "flash-kda", "flash_kda", flash, capability=(9, 0), backward=False),
+    )
+
+
+@functools.cache
+def _group_of_one(kind: str) -> torch.distributed.ProcessGroup:
+    store = torch.distributed.HashStore()
+    made = torch.distributed.ProcessGroupNCCL if kind == "cuda" else torch.distributed.ProcessGroupGloo
+    return made(store, 0, 1)
+
+
+def megatron_loss(logits: Tensor, labels: Tensor) -> Tensor:
+    """What the model computes where `model.kernels` is not Triton: of fp32 logits, over a group of one rank."""
+    from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
+
+    group = _group_of_one(logits.device.type)
+    return vocab_parallel_cross_entropy(logits[:, None].float(), labels[:, None], tp_group=group)[:, 0]
+
+
+def te_loss(logits: Tensor, labels: Tensor) -> Tensor:
+    """On a copy of the logits, which it overwrites with their gradient."""
+    from transformer_engine.pytorch.cross_entropy import parallel_cross_entropy
+
+    return parallel_cross_entropy(logits.clone()[None], labels[None], 0.0, False, None)[0]
+
+
 def losses(labels: Tensor) -> tuple[Rival, ...]:
     """Against `labels`."""
 
@@ -154,6 +230,15 @@ def losses(labels: Tensor) -> tuple[Rival, ...]:
     return (
         _fla("cross_entropy_loss", fla),
         _liger("cross_entropy, on a copy of the logits", liger),
+        _automodel("parallel_cross_entropy, on a copy of the logits", lambda x: automodel.loss(x, labels)),
+        _engine("parallel_cross_entropy, on a copy of the logits", lambda x: te_loss(x, labels)),
+        Rival(
+            "Megatron-Core vocab_parallel_cross_entropy in fp32",
+            "megatron-core",
+            "megatron",
+            lambda x: megatron_loss(x, labels),
+            cuda=False,
+        ),
         Rival("torch.nn.functional.cross_entropy in fp32", "torch", "torch", plain, cuda=False),
     )
 
@@ -211,8 +296,18 @@ def te_round_trip(values: Tensor) -> Tensor:
     return quantizer(values).dequantize(dtype=values.dtype)
 
 
+def ao_round_trip(values: Tensor) -> Tensor:
+    """e4m3, scales rounded up; on any GPU."""
+    from torchao.prototype.mx_formats.config import ScaleCalculationMode
+
+    to_mx, to_dtype = _torchao("to_mx", values.is_cuda), _torchao("to_dtype", values.is_cuda)
+    scales, codes = to_mx(values, _ao_dtype("e4m3"), MX_BLOCK, ScaleCalculationMode.RCEIL)
+    return to_dtype(codes, scales, _ao_dtype("e4m3"), MX_BLOCK, values.dtype)
+
+
 MX_ROUND_TRIP = (
-    Rival("TE MXFP8Quantizer and back", "transformer-engine", "transformer_engine", te_round_trip, capability=(10, 0)),
+    Rival("torchao to_mx and to_dtype, compiled", "torchao", "torchao", ao_round_trip, cuda=False),
+    _engine("MXFP8Quantizer and back", te_round_trip, capability=(10, 0)),
 )
 
 

@@ -6,8 +6,8 @@ import os
 import torch
 
 BACKENDS = ("auto", "torch", "triton", "reference")
-# What the Triton kernels read and write; they compute in fp32.
-TRITON_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+# What the Triton kernels read and write, and are tested with; they compute in fp32.
+TRITON_DTYPES = (torch.float32, torch.bfloat16)
 
 
 def has_triton() -> bool:
@@ -28,7 +28,7 @@ def why_not_triton(device: torch.device | str, dtype: torch.dtype | None = None)
     if kind != "cuda" and not interpreting():
         return f"the tensors are on {torch.device(device)}"
     if dtype is not None and dtype not in TRITON_DTYPES:
-        return f"the tensors are {dtype}, and the kernels compute in fp32"
+        return f"the tensors are {dtype}, and the kernels are tested in fp32 and bf16"
     return None
 
 
@@ -41,7 +41,7 @@ def resolve_backend(
 ) -> str:
     """The form that runs on ``device``: one of ``backends``, never "auto".
 
-    "auto" is Triton on a CUDA device, and "torch", the memory-lean PyTorch form, elsewhere and for fp64. The
+    "auto" is Triton on a CUDA device, and "torch", the memory-lean PyTorch form, elsewhere and for fp64 and fp16. The
     reference forms follow the published code's order of operations, so that on the CPU their fp32 results equal
     its results to the last bit.
 
@@ -60,6 +60,6 @@ def resolve_backend(
     if backend == "auto":
         return "torch"
     raise ValueError(
-        f"The {op} backend 'triton' needs a CUDA device, the package triton, and fp32, bf16 or fp16, but {missing}; "
+        f"The {op} backend 'triton' needs a CUDA device, the package triton, and fp32 or bf16, but {missing}; "
         "choose 'torch', or 'auto' to decide by device."
     )

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import metadata
+from pathlib import Path
 
 import torch
 
@@ -15,8 +17,14 @@ from k3kernels.cross_entropy.op import BACKENDS as LOSS_BACKENDS
 from k3kernels.kda.backend import BACKENDS as KDA_BACKENDS
 from k3kernels.kda.backend import MIN_FLA
 
-# What has been run on a GPU, by operation: a table in kernels/README.md then has its numbers. Nothing has.
-RUN_ON_A_GPU: frozenset[str] = frozenset()
+# What `bench/on_gpu.py --write` timed on a GPU, beside the table that it puts into kernels/README.md.
+MEASURED = Path(__file__).with_name("measured.json")
+
+
+def timed_on_a_gpu() -> dict[str, set[str]]:
+    """The forms of each operation that have times in kernels/README.md."""
+    cases = json.loads(MEASURED.read_text(encoding="utf-8"))["operations"]
+    return {operation: {form for forms in found.values() for form in forms} for operation, found in cases.items()}
 
 
 @dataclass(frozen=True)
@@ -24,18 +32,22 @@ class Operation:
     """An operation by its place in the package.
 
     `resolve(asked, device)` names the backend that runs and raises ValueError where it can't; `asked` is a recipe's
-    `model.kernels`, which some operations do not follow.
+    `model.kernels`, which not all follow: `chosen_by` is the recipe's key that decides.
     """
 
     name: str
     what: str
     backends: tuple[str, ...]
     resolve: Callable[[str, torch.device], str]
+    chosen_by: str = "model.kernels"
 
 
 @dataclass(frozen=True)
 class Choice:
-    """What serves an operation on a device, and the reason in words."""
+    """What serves an operation on a device, and the reason in words.
+
+    `run_on_a_gpu`: whether that very backend has been.
+    """
 
     operation: str
     what: str
@@ -43,6 +55,7 @@ class Choice:
     used: str
     why: str
     run_on_a_gpu: bool
+    chosen_by: str
 
 
 def _plain(name: str, what: str, backends: tuple[str, ...] = BACKENDS) -> Operation:
@@ -61,30 +74,35 @@ def _kda(asked: str, device: torch.device) -> str:
 
 OPERATIONS = (
     _plain("situ_glu", "SiTU-GLU and SwiGLU, with the gate/up split and the router weight"),
+    _plain("scale_rows", "an expert's result times its router weight (after w2)"),
     _plain("mix", "Attention Residuals: logits, softmax and weighted sum over depth"),
-    _plain("two_phase_mix", "the mix of a whole block: phase_one, then merge (no model calls it)", TWO_PHASE_BACKENDS),
+    _plain("two_phase_mix", "mix of a whole block: phase_one, then merge (used by no model path)", TWO_PHASE_BACKENDS),
     _plain("gated_rms_norm", "KDA's head-wise output norm and gate"),
     _plain("rms_norm", "RMSNorm, of sublayers and of the latent sum"),
     _plain("short_conv", "causal depthwise convolution with document boundaries"),
     _plain("cross_entropy", "cross-entropy over a vocabulary shard", LOSS_BACKENDS),
-    Operation("kda", "Kimi Delta Attention", tuple(name for name in KDA_BACKENDS if name != "auto"), _kda),
+    Operation(
+        "kda", "Kimi Delta Attention", tuple(name for name in KDA_BACKENDS if name != "auto"), _kda, "model.kda.backend"
+    ),
     Operation(
         "quantile_balancing",
         "top-(k+1) selection, cutoff and histogram",
         ("torch", "triton"),
-        lambda asked, device: quantile_balancing.resolve_backend("auto", device),
+        lambda asked, device: quantile_balancing.resolve_backend("torch" if asked == "reference" else asked, device),
     ),
     Operation(
         "mx",
-        "MX quantize-dequantize, pack and unpack (quant.backend)",
+        "MX quantize-dequantize, pack and unpack",
         ("torch", "triton"),
         lambda asked, device: mx.resolve_backend("auto", device),
+        "quant.backend",
     ),
     Operation(
         "newton_schulz",
         "Muon's orthogonalization, batched (emerging-optimizers)",
         ("torch",),
         lambda asked, device: "torch",
+        "the only form",
     ),
 )
 
@@ -106,13 +124,13 @@ def _why(operation: Operation, asked: str, used: str, device: torch.device) -> s
         return f"a CUDA device, triton {_version('triton')}"
     if operation.backends == ("torch",):
         return "the only form"
-    if used in ("reference", "naive") and asked == "reference":
+    if asked == "reference" and operation.name == "kda":
         return "model.kernels=reference"
-    if asked == "torch" and device.type == "cuda":
-        return "model.kernels=torch"
+    decided = asked == "reference" or (asked == "torch" and device.type == "cuda")
+    if decided and operation.chosen_by == "model.kernels":
+        return f"model.kernels={asked}"
     reason = why_not_triton(torch.device(device.type)) or "not asked for"
-    reason = reason.replace(f"the tensors are on {device.type}", f"the kernel needs CUDA, this is {device.type}")
-    return f"{reason}; in training Megatron-Core's loss" if operation.name == "cross_entropy" else reason
+    return reason.replace(f"the tensors are on {device.type}", f"the kernel needs CUDA, this is {device.type}")
 
 
 def choices(device: torch.device, asked: str = "auto") -> list[Choice]:
@@ -121,10 +139,10 @@ def choices(device: torch.device, asked: str = "auto") -> list[Choice]:
     Raises:
         ValueError: ``asked`` is unknown, or can't run there.
     """
-    found = []
+    found, timed = [], timed_on_a_gpu()
     for operation in OPERATIONS:
         used = operation.resolve(asked, device)
         why = _why(operation, asked, used, device)
-        on_gpu = operation.name in RUN_ON_A_GPU
-        found.append(Choice(operation.name, operation.what, operation.backends, used, why, on_gpu))
+        on_gpu = used in timed.get(operation.name, ())
+        found.append(Choice(operation.name, operation.what, operation.backends, used, why, on_gpu, operation.chosen_by))
     return found

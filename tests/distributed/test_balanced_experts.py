@@ -16,7 +16,9 @@ from k3train.config.schema import RecipeConfig
 
 TOKENS, EXPERTS, TOP_K = 24, 8, 2
 # What the router's logits are shifted by, and the tokens of each rank.
-ROUTINGS: dict[str, tuple[list[float], list[int]]] = {
+ROUTINGS: dict[str, tuple[list[Any], list[int]]] = {
+    # Tokens take the experts in turn, two each: every rank has as many copies, and nobody borrows.
+    "in turn": ([[[99.0 * (e // 2 == t % 4) for e in range(EXPERTS)]] for t in range(TOKENS)], [TOKENS] * 4),
     "even": ([0.0] * 8, [TOKENS] * 4),
     "heavy tail": ([6.0, 0.0, 3.0, 0.0, 0.0, -3.0, 0.0, -6.0], [TOKENS] * 4),
     "all to two experts of one rank": ([99.0, 99.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0], [TOKENS] * 4),
@@ -46,16 +48,24 @@ def layer_results(rank: int, world_size: int, settings: dict[str, Any]) -> dict[
     copies: list[int] = []
     loans: list[Any] = []
     layer.experts.register_forward_hook(lambda _, inputs, out: copies.append(0 if out is None else len(out[0])))
-    layer.experts.register_forward_pre_hook(
-        lambda _, inputs: None if isinstance(inputs[0], torch.Tensor) else loans.append(inputs[0])
-    )
+    slots: list[int] = []
+
+    def look(_: torch.nn.Module, inputs: tuple[Any, ...]) -> None:
+        if isinstance(inputs[0], torch.Tensor):
+            slots.append(len(inputs[1]))
+        else:
+            loans.append(inputs[0])
+
+    layer.experts.register_forward_pre_hook(look)
     for name, (shift, tokens) in ROUTINGS.items():
         layer.router.gating = lambda x, shift=shift: x.float() @ layer.router.weight.float().t() + torch.tensor(shift)
         generator = torch.Generator().manual_seed(rank)
         x = torch.randn(tokens[rank], 1, config.model.hidden_size, generator=generator).requires_grad_()
         copies.clear()
         loans.clear()
+        slots.clear()
         out, _ = layer(x)
+        borrowed = sum(loan.borrowed for loan in loans)
         # Borrowed weights take memory while the layer computes, forward and backward.
         assert sum(loan.bytes for loan in loans) == 0
         weight = torch.randn(out.shape, generator=generator)
@@ -64,6 +74,7 @@ def layer_results(rank: int, world_size: int, settings: dict[str, Any]) -> dict[
         gradients = {n: p.grad.clone() for n, p in layer.named_parameters() if p.grad is not None}
         assert frozen or sum(loan.bytes for loan in loans) == 0
         found[name] = {"out": out.detach(), "x": x.grad, "copies": sum(copies), **gradients}
+        found[name]["held"] = (slots[0], borrowed)
     if settings.get("balanced_experts"):
         found["load"] = vars(layer.token_dispatcher.load)
         loans.clear()
@@ -78,14 +89,21 @@ def layer_results(rank: int, world_size: int, settings: dict[str, Any]) -> dict[
     ("ranks", "settings"), [(4, {}), (2, {"weight_placement": "before_w2"}), (2, {"frozen": True})], ids=str
 )
 def test_a_layer_equals_plain_dispatch(pool: WorkerPool, ranks: int, settings: dict[str, Any]) -> None:
+    from k3train.parallel.expert_plan import most_redundant
+
     plain = pool.run(layer_results, ranks, settings)
     balanced = pool.run(layer_results, ranks, {**settings, "balanced_experts": True})
     for name, (_, tokens) in ROUTINGS.items():
         total = sum(tokens[:ranks]) * TOP_K
         copies = [ours[name].pop("copies") for ours in balanced]
+        # One shape whatever is routed: own experts and as many slots, of which some are borrowed or none.
+        held = [ours[name].pop("held") for ours in balanced]
+        assert {slots for slots, _ in held} == {EXPERTS // ranks + most_redundant(EXPERTS, ranks)}, name
+        assert (sum(borrowed for _, borrowed in held) == 0) == (name == "in turn"), name
         assert set(copies) <= {total // ranks, -(-total // ranks)}, name
         assert sum(copies) == total
         for ours, theirs in zip(balanced, plain):
+            assert theirs[name].pop("held", (EXPERTS // ranks, 0)) == (EXPERTS // ranks, 0)
             theirs[name].pop("copies")
             assert ours[name].keys() == theirs[name].keys()
             for key, value in theirs[name].items():
@@ -109,6 +127,8 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "ep4-recompute": (4, {"expert": 4, "recompute": "full"}),
     "ep2-dp2-overlap": (4, {"expert": 2, "overlap_grad_reduce": True, "overlap_param_gather": True}),
     "tp2-pp2-ep2-mtp": (4, {"tensor": 2, "pipeline": 2, "expert": 2, "mtp": True}),
+    "cp2-ep2": (2, {"context": 2, "expert": 2}),
+    "pp2-vpp2-ep2": (4, {"pipeline": 2, "virtual_pipeline": 2, "pipeline_layout": "Et|t*2|t*2|tL", "expert": 2}),
 }
 
 

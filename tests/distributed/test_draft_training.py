@@ -103,10 +103,32 @@ def test_two_ranks_train_as_one(
             assert ours[key] == pytest.approx(one[key], rel=1e-4)
 
 
+def test_a_target_that_lost_the_layer_has_its_ancestors(
+    pool: Any, corpus: Path, targets: dict[int, tuple[Path, dict]], tmp_path: Path
+) -> None:
+    """Target without the layer, layer of another run: before the first step both are theirs bit for bit."""
+    (target, weights), (ancestor, others) = targets[0], targets[1]
+    # So small a rate that no weight moves.
+    frozen = {"optim__lr": 1e-30, "optim__min_lr": 1e-30, "optim__weight_decay": 0.0, "train__steps": 1}
+    made = draft_recipe(corpus, tmp_path / "a", target, draft__mtp_from=str(ancestor), **frozen)
+    ((code, found),) = pool.run(train_draft, 1, made)
+    assert code == 0, code
+    drafts, layers = ({n for n in names if n.startswith("mtp.")} for names in (found, others))
+    assert drafts == layers | {"mtp.fusion.weight"}
+    for name, value in found.items():
+        if name != "mtp.fusion.weight" and not (name.startswith("mtp.") and "selection_bias" in name):
+            assert torch.equal(value, (others if name.startswith("mtp.") else weights)[name]), name
+    for source, said in ((target, "has model.mtp.num_layers=0 model.mtp.mixer=mla, so no layer for this draft"),):
+        ((message, _),) = pool.run(
+            train_draft, 1, draft_recipe(corpus, tmp_path / "b", target, draft__mtp_from=str(source))
+        )
+        assert f"draft.mtp_from={source} {said}" in message
+
+
 def test_wrong_targets(pool: Any, corpus: Path, targets: dict[int, tuple[Path, dict]], tmp_path: Path) -> None:
     plain, with_layer = targets[0][0], targets[1][0]
     ((message, _),) = pool.run(train_draft, 1, draft_recipe(corpus, tmp_path / "a", plain))
-    assert "has model.mtp.num_layers=0 and the recipe asks for 1; try draft.start=new" in message
+    assert "has model.mtp.num_layers=0 and the recipe asks for 1; try draft.mtp_from=RUN" in message
     made = draft_recipe(corpus, tmp_path / "b", with_layer, train__steps=1, train__eval_samples=0)
     assert pool.run(train_draft, 1, made)[0][0] == 0
     ((message, _),) = pool.run(

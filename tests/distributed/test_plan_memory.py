@@ -95,40 +95,83 @@ def hold_all(rank: int, world_size: int, layouts: list[dict[str, Any]]) -> list[
     return [really_held(config_of(layout)) for layout in layouts]
 
 
-KEEPING: list[dict[str, Any]] = [{"tensor": 2}, {"expert": 4}, {"tensor": 4, "expert_tensor": 2, "expert": 2}]
+KEEPING: list[dict[str, Any]] = [
+    {"tensor": 2},
+    {"expert": 4},
+    {"tensor": 4, "expert_tensor": 2, "expert": 2},
+    {"pipeline": 2, "pipeline_layout": "Et*3|t*3L"},
+    {"pipeline": 2, "virtual_pipeline": 2, "pipeline_layout": "Et|t*2|t*2|tL"},
+    # What is left with recomputation is the stream and the block summaries.
+    {"pipeline": 2, "virtual_pipeline": 2, "pipeline_layout": "Et|t*2|t*2|tL", "recompute": "full"},
+    {"pipeline": 4, "pipeline_layout": "Et*2|t*2|t|tL", "recompute": "full"},
+]
 
 
-def kept_by_all(rank: int, world_size: int, layouts: list[dict[str, Any]]) -> list[int]:
-    """Bytes that the graph of one micro-batch keeps on this rank, without weights, for every layout."""
+def kept_by_all(rank: int, world_size: int, layouts: list[dict[str, Any]]) -> list[tuple[int, int]]:
+    """This pipeline rank's number, and the bytes that one micro-batch keeps on it, without weights, for every layout.
+
+    All its chunks together: what their graphs save, and the payloads that came and went.
+    """
+    import torch.distributed as dist
     from megatron.core import parallel_state
 
     from k3train.model.build import build_chunks, start_model_parallel
     from k3train.model.packing import Packing
+    from k3train.parallel.stages import traffic_of
 
     found = []
     for layout in layouts:
         config = config_of(layout)
         start_model_parallel(config.parallel)
-        (model,), _ = build_chunks(config)
+        models, _ = build_chunks(config)
+        size, place = config.parallel.pipeline, parallel_state.get_pipeline_model_parallel_rank()
         shape = (config.train.micro_batch_size, config.train.seq_length)
         seed = parallel_state.get_data_parallel_rank()  # tensor-parallel ranks see the same tokens
         tokens = torch.randint(0, config.model.vocab_size, shape, generator=torch.Generator().manual_seed(seed))
-        with kept_storages(model) as kept:
-            model(tokens, Packing.whole_rows(*shape), tokens, torch.ones(shape)).loss.sum()
-        found.append(total_bytes(kept))
+        packing, kept, outputs, traffic = Packing.whole_rows(*shape), {}, [], traffic_of(config)
+        for stage in range(size * config.parallel.virtual_pipeline):
+            if stage % size != place:
+                continue
+            model = models[stage // size]
+            if stage:
+                payload = torch.empty(traffic.tensors_sent(stage - 1) * shape[1], shape[0], config.model.hidden_size)
+                dist.recv(payload, parallel_state.get_pipeline_model_parallel_prev_rank())
+                kept[payload.untyped_storage().data_ptr()] = payload.untyped_storage()
+                model.set_input_tensor(payload.requires_grad_())
+            with kept_storages(model) as saved:
+                out = model(tokens, packing, tokens, torch.ones(shape))
+                outputs.append(out.loss.sum() if model.post_process else out)
+            kept |= saved
+            if not model.post_process:
+                kept[out.untyped_storage().data_ptr()] = out.untyped_storage()
+                dist.send(out.detach(), parallel_state.get_pipeline_model_parallel_next_rank())
+        found.append((place, total_bytes(kept)))
     return found
 
 
-def test_planned_activations_of_tensor_and_expert_parallel_ranks(pool: WorkerPool) -> None:
-    """Summed over ranks, for experts get more or fewer tokens by chance; the model is so small that indices count."""
-    from k3train.plan.activations import one_rank_total
+def test_planned_activations_of_parallel_ranks(pool: WorkerPool) -> None:
+    """Mean over the ranks of a stage, for experts get more or fewer tokens by chance.
 
-    measured = pool.run(kept_by_all, 4, KEEPING)
+    The model is so small that indices count.
+    """
+    from k3train.parallel.stages import traffic_of
+    from k3train.plan.activations import Activations
+    from k3train.plan.memory import stage_activations, stages_of
+
+    measured, shares = pool.run(kept_by_all, 4, KEEPING), []
     for number, layout in enumerate(KEEPING):
-        mean = sum(rank[number] for rank in measured) / 4
-        planned = one_rank_total(config_of(layout))
-        print(f"{layout}: kept {mean:.0f}, planned {planned:.0f}, {planned / mean - 1:+.1%}")
-        assert abs(planned / mean - 1) < 0.1, layout
+        config = config_of(layout)
+        activations, stages, traffic = Activations(config, "cpu"), stages_of(config), traffic_of(config)
+        size = config.parallel.pipeline
+        for place in range(size):
+            own = range(place, len(stages), size)
+            kept = [stage_activations(activations, stages[i], traffic.tensors_sent(i)) for i in own]
+            planned, summaries = sum(k.total for k in kept), sum(k.bytes.get("block summaries", 0.0) for k in kept)
+            mean = sum(size for at, size in (rank[number] for rank in measured) if at == place) / (4 // size)
+            print(f"{layout} {place}: kept {mean:.0f}, planned {planned:.0f}, {planned / mean - 1:+.1%}")
+            assert abs(planned / mean - 1) < 0.1, (layout, place)
+            shares.append(summaries / mean)
+    assert max(shares) > 0.2  # so that a plan without the summaries would fail
 
 
 def test_planned_bytes_are_those_that_ranks_hold(pool: WorkerPool, single_rank: None) -> None:

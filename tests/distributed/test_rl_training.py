@@ -271,7 +271,7 @@ def test_rollouts_from_a_server(pool: Any, tasks: Path, tmp_path: Path, server: 
     recipe["rl"]["rollout"] |= {"engine": "openai", "url": server.url, "refresh": refresh}
     results = pool.run(train_rl, ranks, recipe)
     assert {code for code, _ in results} == {0}, results
-    assert server.worker.version == 2
+    assert server.worker.version.endswith(":2")
     for ours, inside in zip(steps(tmp_path / "remote"), steps(tmp_path / "local"), strict=True):
         if refresh == "in_place":
             assert ours["loss"] == pytest.approx(inside["loss"], rel=1e-4, abs=1e-6)
@@ -280,6 +280,103 @@ def test_rollouts_from_a_server(pool: Any, tasks: Path, tmp_path: Path, server: 
         else:
             assert 1e-12 < ours["rollout_kl"] < 1e-2
         assert ours["rollout"]["failures"] == 0
+
+
+def test_a_server_that_is_restarted_in_the_middle_of_an_iteration(
+    pool: Any, tasks: Path, tmp_path: Path, server: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two ranks. It has its first weights again while samples are drawn, and gets the step's: the run is the same."""
+    from k3train.rollout.refresh import apply_bucket, buckets
+
+    worker = server.worker
+    [first] = [{k: v.clone() for k, v in b.items()} for b in buckets(worker.model, 1 << 40)]
+    drawn, tell = [], worker._tell
+
+    def restarts(new: Any) -> None:
+        tell(new)
+        drawn.append(new)
+        if len(drawn) == 150:  # in the second step
+            apply_bucket(worker.model, first)
+            worker.version = "start-again"
+
+    changes = {"train__steps": 3, "train__eval_interval": 0, "rl__eval_tasks": None}
+    found = {}
+    for name in ("undisturbed", "restarted"):
+        recipe = rl_recipe(tasks, tmp_path / name, **changes)
+        recipe["rl"]["rollout"] |= {"engine": "openai", "url": server.url}
+        results = pool.run(train_rl, 2, recipe)
+        assert [code for code, _ in results] == [0, 0], results
+        found[name] = steps(tmp_path / name)
+        monkeypatch.setattr(worker, "_tell", restarts)
+    assert len(drawn) > 150
+    told = [line["text"] for line in lines(tmp_path / "restarted", "event") if "other weights" in line.get("text", "")]
+    assert len(told) == 1
+    for ours, expected in zip(found["restarted"], found["undisturbed"], strict=True):
+        assert (ours["reward"], ours["trained_tokens"]) == (expected["reward"], expected["trained_tokens"])
+        assert ours["loss"] == pytest.approx(expected["loss"], rel=1e-4, abs=1e-6)
+        assert abs(ours["rollout_kl"]) < 1e-9
+        assert (ours["staleness_max"], ours["rollout"]["given_up"]) == (0, 0)
+
+
+ROUNDED = {"latent_size": 32, "expert_hidden_size": 64}
+
+
+def serve(recipe: dict[str, Any], tasks: Path) -> Any:
+    """A completion server in this process, of the recipe's architecture and policy, with weights of its own."""
+    from k3train.config.load import recipe_from_dict
+    from k3train.config.quant import policy_in_force
+    from k3train.data.tokenizer import load_tokenizer
+    from k3train.model.build import build_chunks
+    from k3train.rollout.serve import CompletionServer
+    from k3train.rollout.serve_model import ModelThread
+
+    config = recipe_from_dict(recipe)
+    config.train.seed = 99
+    quant = policy_in_force(config.quant, config.stage.name)
+    (model,), _ = build_chunks(config)
+    tokenizer = load_tokenizer(tasks / "tokenizer")
+    worker = ModelThread(model.eval(), tokenizer, frozenset(), allow_updates=True, quant=quant and quant.policy())
+    return CompletionServer(("127.0.0.1", 0), worker, "policy").start()
+
+
+@pytest.mark.parametrize("refresh", ["in_place", "disk"])
+def test_a_server_rounds_as_the_trainer_does(
+    pool: Any, tasks: Path, tmp_path: Path, single_rank: None, refresh: str
+) -> None:
+    """Under `quant.enabled` both sides see the same rounded experts; a server without the policy is refused at once."""
+    changes = {"train__steps": 2, "train__eval_interval": 0, "rl__eval_tasks": None}
+    recipe = rl_recipe(tasks, tmp_path, **changes, quant={"enabled": True})
+    recipe["model"]["moe"] |= ROUNDED
+    like = serve(recipe, tasks)
+    unlike = serve(recipe | {"quant": {"enabled": False}}, tasks)
+    try:
+        recipe["rl"]["rollout"] |= {"engine": "openai", "refresh": refresh, "url": unlike.url}
+        ((message, _),) = pool.run(train_rl, 1, recipe)
+        assert "so they are not the same policy" in str(message)
+        assert "\n" not in message
+        assert unlike.worker.version.startswith("start-")  # nothing was sent
+        recipe["rl"]["rollout"]["url"] = like.url
+        recipe["run"]["dir"] = str(tmp_path / "like")
+        ((code, _),) = pool.run(train_rl, 1, recipe)
+        assert code == 0, code
+        for line in steps(tmp_path / "like"):
+            assert abs(line["rollout_kl"]) < (1e-9 if refresh == "in_place" else 1e-2)
+    finally:
+        like.close()
+        unlike.close()
+
+
+def test_adapters_train_on_rollouts_from_a_server(pool: Any, tasks: Path, tmp_path: Path, server: Any) -> None:
+    """A server of the plain model samples what the adapters make of it, at every step."""
+    changes = {"train__steps": 3, "train__eval_interval": 0, "rl__eval_tasks": None, "optim__lr": 0.02}
+    recipe = rl_recipe(tasks, tmp_path / "run", **changes, lora={"enabled": True, "rank": 4})
+    recipe["stage"] = {"name": "rl", "update_router_bias": False}
+    recipe["rl"]["rollout"] |= {"engine": "openai", "url": server.url}
+    ((code, _),) = pool.run(train_rl, 1, recipe)
+    assert code == 0, code
+    found = steps(tmp_path / "run")
+    assert [abs(line["rollout_kl"]) < 1e-9 for line in found] == [True] * 3, found
+    assert [line["rollout_logprob_difference"] < 1e-4 for line in found] == [True] * 3
 
 
 @pytest.mark.parametrize("virtual", [1, 2])
@@ -310,6 +407,9 @@ LAYOUTS = {
     "ep2": (2, {"parallel__expert": 2}),
     "cp2": (2, {"parallel__context": 2}),
     "tp2_ep2": (4, {"parallel__tensor": 2, "parallel__expert": 2}),
+    "pp2": (2, {"parallel__pipeline": 2}),
+    "pp2_vpp2": (2, {"parallel__pipeline": 2, "parallel__virtual_pipeline": 2}),
+    "pp2_ep2": (4, {"parallel__pipeline": 2, "parallel__expert": 2}),
 }
 
 
@@ -327,6 +427,17 @@ def test_layouts_give_the_same_numbers(
         assert ours["loss"] == pytest.approx(one_rank["loss"], rel=1e-4, abs=1e-6)
         assert ours["grad_norm"] == pytest.approx(one_rank["grad_norm"], rel=1e-3)
         assert abs(ours["rollout_kl"]) < 1e-9
+        assert paused(ours) == paused(one_rank)
+        shares = [v for k, v in ours["rollout"].items() if k.startswith("generated_tokens_replica")]
+        assert len(shares) == {"tp2": 0, "tp2_ep2": 2, "pp2": 0, "pp2_vpp2": 0}.get(name, 2)
+        assert not shares or (min(shares) > 0 and sum(shares) == ours["rollout"]["generated_tokens"])
+    for ours, one_rank in zip(lines(tmp_path, "eval"), lines(clean[0], "eval"), strict=True):
+        assert ours["response_length"] == one_rank["response_length"]
+
+
+def paused(line: dict[str, Any]) -> tuple:
+    """Where generation paused."""
+    return tuple(line["rollout"][name] for name in ("paused", "resumed", "generated_tokens", "prefilled_tokens"))
 
 
 @pytest.mark.parametrize(
@@ -350,6 +461,41 @@ def test_layouts_give_the_same_numbers(
             {"rl__rollout": {"prompts": 2, "samples": 4, "engine": "openai", "url": "x", "replay_experts": True}},
             "servers do not",
         ),
+        (
+            {"rl__rollout": {"prompts": 2, "samples": 4, "engine": "openai", "url": "x", "keep_states": True}},
+            "rl.rollout.keep_states=true keeps states of the local engine",
+        ),
+        (
+            {"rl__objective": {"surrogate": "reinforce"}, "rl__rollout__finish_fraction": 0.5},
+            "try rl.objective.importance_cap=2",
+        ),
+        ({"rl__objective": {"importance_cap": 2.0}}, "surrogate=mask does not look at it"),
+        ({"rl__objective": {"task_reward": 1.0}}, "signal=outcome has none"),
+        (
+            {
+                "rl__effort": {"enabled": True},
+                "rl__objective": {"signal": "mopd"},
+                "rl__teachers": [{"checkpoint": "x"}],
+            },
+            "rl.effort.enabled=true overrides rewards",
+        ),
+        ({"rl__effort": {"enabled": True}}, "no task of rl.environments states an effort"),
+        *[
+            ({"rl__rollout": {"prompts": 2, "samples": 4, "engine": "openai", "url": "x", **rollout}, **more}, words)
+            for rollout, more, words in (
+                ({"refresh": "none"}, {"train__steps": 9}, "8 steps old, beyond rl.rollout.max_staleness=4"),
+                ({"refresh": "none"}, {}, "would have evaluations ask the server's first weights"),
+                ({"server": "vllm"}, {}, "which only k3train serve takes"),
+                ({"server": "vlm"}, {}, "try rl.rollout.server=vllm"),
+                ({"refresh": "disk", "refresh_experts": "mxfp4"}, {}, "the run trains them without"),
+                (
+                    {"refresh": "disk", "server": "vllm"},
+                    {"quant": {"enabled": True}, "model__moe__latent_size": 32, "model__moe__expert_hidden_size": 64},
+                    "not rounded as they are trained",
+                ),
+                ({"outage_minutes": -1.0}, {}, "rl.rollout.outage_minutes=-1"),
+            )
+        ],
     ],
 )
 def test_wrong_recipes_get_one_sentence(

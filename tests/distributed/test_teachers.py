@@ -74,3 +74,39 @@ def test_hosts_agree(pool: WorkerPool, tmp_path: Path) -> None:
                 assert found[name][key] == pytest.approx(found["itself"][key], abs=2e-5), name
         assert found["other"][7, 0] != pytest.approx(found["itself"][7, 0], abs=1e-2)
         assert (found["in memory"], found["put away"], found["loads"]) == (True, False, 3)
+
+
+def layout_scores(rank: int, world_size: int, recipe: dict[str, Any], folder: str) -> dict[str, Any]:
+    """Save a model in this layout, and have a teacher of the same layout read it and score, a few tokens at a time."""
+    import torch
+
+    from k3train.config.load import recipe_from_dict
+    from k3train.model.build import build_chunks, start_model_parallel
+    from k3train.platform import Platform
+    from k3train.rl.teacher_hosts import LayoutHost, Shelf
+    from k3train.rl.weights import _save_weights
+    from k3train.rollout.scoring import token_logprobs
+
+    config = recipe_from_dict(recipe)
+    start_model_parallel(config.parallel)
+    chunks, _ = build_chunks(config)
+    path = _save_weights(Path(folder), config, chunks, 1)
+    here = Platform("cpu", torch.device("cpu"), "gloo", rank, rank, world_size)
+    host = LayoutHost(path, config, here, Shelf(1))
+    in_pieces = token_logprobs(chunks, list(ROWS.values()), tokens_at_a_time=9)
+    return {"host": host.scores(ROWS), "in pieces": dict(zip(ROWS, in_pieces))}
+
+
+def test_a_teacher_in_a_pipeline(pool: WorkerPool, tmp_path: Path) -> None:
+    """Two stages, or two of two chunks, score as one rank does, and every rank has the scores."""
+    tasks = make_tasks(tmp_path)
+    [expected] = pool.run(layout_scores, 1, rl_recipe(tasks, tmp_path), str(tmp_path / "one"))
+    for virtual in (1, 2):
+        parallel = {"pipeline": 2, "virtual_pipeline": virtual}
+        recipe = rl_recipe(tasks, tmp_path, parallel=parallel)
+        for found in pool.run(layout_scores, 2, recipe, str(tmp_path / f"vpp{virtual}")):
+            for name, scores in found.items():
+                assert scores.keys() == ROWS.keys()
+                for key, row in ROWS.items():
+                    assert len(scores[key]) == len(row) - 1
+                    assert scores[key] == pytest.approx(expected["host"][key], abs=2e-5), name

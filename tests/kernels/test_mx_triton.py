@@ -1,4 +1,4 @@
-"""The Microscaling kernels: equal to the PyTorch path in Triton's interpreter (compiled in test_triton.py).
+"""The Microscaling kernels: equal to the PyTorch path in Triton's interpreter (compiled in test_compiled.py).
 
 They were never run on a GPU here; what is known of one is what the compiler says. `test_on_a_gpu` is ready for one.
 """
@@ -6,6 +6,7 @@ They were never run on a GPU here; what is known of one is what the compiler say
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,13 +16,18 @@ triton = pytest.importorskip("triton", reason="Triton has no build for this mach
 
 # Runs in its own process: TRITON_INTERPRET is read when a kernel is defined. The PyTorch path runs on the CPU.
 PROGRAM = """
+import contextlib
 import sys
 
 import torch
 from k3kernels import mx
 
+sys.path.insert(0, sys.argv[2])
+from program_order import from_the_last
+
 generator = torch.Generator().manual_seed(0)
 device, compared = sys.argv[1], 0
+reversed_order = from_the_last if device == "cpu" else contextlib.nullcontext
 
 
 def there(*tensors):
@@ -58,6 +64,10 @@ for shape in ((35, 64), (2, 3, 40), (4, 2), (0, 32)):
                 for noise in noises:
                     far, far_noise = there(x, noise)
                     ours = mx.quantize(far, element, rule, noise=far_noise, backend="triton")
+                    with reversed_order():
+                        again = mx.quantize(far, element, rule, noise=far_noise, backend="triton")
+                        again += (mx.quantize_dequantize(far, element, rule, noise=far_noise, backend="triton"),)
+                        again += (mx.dequantize(*ours, element, dtype, backend="triton"),)
                     theirs = mx.quantize(x, element, rule, noise=noise, backend="torch")
                     assert same(ours[0], theirs[0]) and same(ours[1], theirs[1]), (shape, element, rule)
                     back = mx.dequantize(*theirs, element, dtype, backend="torch")
@@ -65,6 +75,7 @@ for shape in ((35, 64), (2, 3, 40), (4, 2), (0, 32)):
                     fused = mx.quantize_dequantize(far, element, rule, noise=far_noise, backend="triton")
                     assert same(fused, mx.quantize_dequantize(x, element, rule, noise=noise, backend="torch"))
                     assert same(fused, back)
+                    assert all(same(*pair) for pair in zip(again, (*ours, fused, back))), (shape, element, rule)
                     compared += 1
 codes = torch.arange(256, dtype=torch.uint8).view(8, 32)
 for element, columns in (("e2m1", 64), ("e4m3", 32)):
@@ -75,9 +86,26 @@ for element, columns in (("e2m1", 64), ("e4m3", 32)):
             a = mx.dequantize(*there(codes, scales), element, dtype, backend="triton")
             assert same(a, mx.dequantize(codes, scales, element, dtype, backend="torch"))
             compared += 1
-transposed = torch.randn(64, 33, generator=generator).t()
-far = mx.quantize_dequantize(*there(transposed), "e4m3", backend="triton")
-assert same(far, mx.quantize_dequantize(transposed, "e4m3", backend="torch"))
+wide = torch.randn(64, 4, 40, generator=generator)
+noise = torch.rand(40, 4, 64, generator=generator).transpose(0, 2)
+for values in (wide.transpose(0, 1), wide.permute(1, 2, 0), wide[:, ::2, 4:], wide[:, :, :1].expand(64, 4, 40)):
+    for element in ("e2m1", "e4m3"):
+        for random in (None, noise.expand_as(values) if values.shape == noise.shape else None):
+            theirs = mx.quantize(values, element, noise=random, backend="torch")
+            far, far_random = there(values, random)
+            assert far.stride() == values.stride() and not far.is_contiguous()
+            ours = mx.quantize(far, element, noise=far_random, backend="triton")
+            assert same(ours[0], theirs[0]) and same(ours[1], theirs[1])
+            fused = mx.quantize_dequantize(far, element, noise=far_random, backend="triton")
+            assert same(fused, mx.quantize_dequantize(values, element, noise=random, backend="torch"))
+            # Codes and scales as their transposes lie in memory, and cut out of wider rows.
+            strided = [x.transpose(0, 1).contiguous().transpose(0, 1) for x in ours]
+            cut = [torch.cat([x, x], dim=-1)[..., : x.shape[-1]] for x in ours]
+            back = mx.dequantize(*theirs, element, torch.float32, backend="torch")
+            for codes, scales in (strided, cut):
+                assert not codes.is_contiguous() and not scales.is_contiguous()
+                assert same(mx.dequantize(codes, scales, element, torch.float32, backend="triton"), back)
+            compared += 1
 print("compared", compared)
 """
 
@@ -85,14 +113,14 @@ print("compared", compared)
 def compare(device: str, **environment: str) -> None:
     """Run the program: on the CPU in Triton's interpreter, or on a GPU."""
     done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, device],
+        [sys.executable, "-c", PROGRAM, device, str(Path(__file__).parent)],
         env={**os.environ, **environment},
         capture_output=True,
         text=True,
         timeout=300,
     )
     assert done.returncode == 0, done.stderr[-2000:]
-    assert done.stdout.split() == ["compared", str(4 * 2 * 2 * 4 + 2 * (5 + 3))]
+    assert done.stdout.split() == ["compared", str(4 * 2 * 2 * 4 + 2 * (5 + 3) + 4 * 2 * 2)]
 
 
 def test_the_interpreted_kernels_are_the_pytorch_path() -> None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 from emerging_optimizers.orthogonalized_optimizers.muon_utils import newton_schulz
-from k3kernels.newton_schulz import orthogonalize, orthogonalize_flops
+from k3kernels.newton_schulz import COEFFICIENTS, orthogonalize, orthogonalize_flops
+from k3kernels.newton_schulz.reference import orthogonalize_reference
 
 # Shapes of k3-tiny and of K3 cut down: KDA head, MLA q_b head, kv_b part, output projection, expert, wide and square.
 SHAPES = [(32, 128), (48, 48), (32, 32), (128, 96), (96, 64), (16, 512), (64, 64)]
@@ -64,3 +65,27 @@ def test_zero_stays_zero() -> None:
 def test_flops_by_hand() -> None:
     """One step on 2 x 3: x x^T is 2*2*2*3 = 24, its square 2*2*2*2 = 16, times x 24."""
     assert orthogonalize_flops(2, 3, 1) == orthogonalize_flops(3, 2, 1) == 24 + 16 + 24
+
+
+def test_the_reference_by_hand() -> None:
+    """A diagonal matrix of 3 and 4 has norm 5; a step takes each s of 0.6 and 0.8 to a s + b s^3 + c s^5."""
+    a, b, c = COEFFICIENTS
+    matrix = torch.zeros(1, 2, 3, dtype=torch.float64)
+    matrix[0, 0, 0], matrix[0, 1, 1] = 3.0, 4.0
+    found = orthogonalize_reference(matrix, steps=1)
+    for i, s in enumerate((0.6, 0.8)):
+        assert found[0, i, i].item() == pytest.approx(a * s + b * s**3 + c * s**5, rel=1e-12)
+    assert int(found.count_nonzero()) == 2
+    assert torch.equal(orthogonalize_reference(matrix.mT, steps=1), found.mT)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(("steps", "coefficients"), [(5, COEFFICIENTS), (2, (2.0, -1.5, 0.5))])
+def test_batches_are_the_reference_of_each_matrix(
+    shape: tuple[int, int], steps: int, coefficients: tuple[float, float, float]
+) -> None:
+    matrices = torch.randn(4, *shape) * torch.tensor([1e-12, 1.0, 0.0, 1e6])[:, None, None]
+    wanted = orthogonalize_reference(matrices, steps, coefficients)
+    torch.testing.assert_close(orthogonalize(matrices, steps, coefficients), wanted, rtol=1e-4, atol=2e-5)
+    low = orthogonalize(matrices, steps, coefficients, dtype=torch.bfloat16)
+    assert float((low - wanted).norm() / wanted.norm()) < 0.05

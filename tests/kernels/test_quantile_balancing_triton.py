@@ -1,4 +1,4 @@
-"""The fused kernel: equal to the PyTorch path in Triton's interpreter (compiled in test_triton.py).
+"""The fused kernel: equal to the PyTorch path in Triton's interpreter (compiled in test_compiled.py).
 
 It was never run on a GPU here; what is known of one is what the compiler says. `test_on_a_gpu` is ready for one.
 """
@@ -6,6 +6,7 @@ It was never run on a GPU here; what is known of one is what the compiler says. 
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,18 +16,27 @@ triton = pytest.importorskip("triton", reason="Triton has no build for this mach
 
 # Runs in its own process: TRITON_INTERPRET is read when a kernel is defined. The PyTorch path runs on the CPU.
 PROGRAM = """
+import contextlib
 import sys
 
 import torch
 from k3kernels.quantile_balancing import select_and_count
 
+sys.path.insert(0, sys.argv[2])
+from program_order import from_the_last
+
 generator = torch.Generator().manual_seed(0)
 device, compared = sys.argv[1], 0
+reversed_order = from_the_last if device == "cpu" else contextlib.nullcontext
 
 
 def triton(scores, bias, k, counts, mask, spacing):
     far = [None if x is None else x.to(device) for x in (scores, bias, counts, mask)]
+    again = None if counts is None else far[2].clone()
     i, c = select_and_count(far[0], far[1], k, far[2], far[3], spacing, "triton")
+    with reversed_order():
+        j, d = select_and_count(far[0], far[1], k, again, far[3], spacing, "triton")
+    assert torch.equal(i, j) and torch.equal(c, d) and (counts is None or torch.equal(again, far[2]))
     if counts is not None:
         counts.copy_(far[2])
     return i.cpu(), c.cpu()
@@ -64,6 +74,19 @@ for tokens, experts, k, bins in ((5, 7, 3, 64), (3, 16, 4, 1000), (4, 2, 1, 99),
                 compared += 1
         plain = triton(scores, bias, k, None, None, "uniform")
         assert torch.equal(plain[0], i)
+# Scores of [experts, tokens] and of wider rows, biases of every other place, padding out of a wider mask; no token.
+wide, biases = torch.rand(9, 12, generator=generator), torch.randn(18, generator=generator) * 0.3
+masks = torch.rand(12, 2, generator=generator) < 0.4
+for scores, bias in ((wide.t(), biases[::2]), (wide[:, 3:], biases[1::2]), (wide.t()[:0], biases[::2])):
+    assert not (scores.is_contiguous() and bias.is_contiguous())
+    for spacing in ("uniform", "log"):
+        for mask in (None, masks[: len(scores), 1]):
+            ours, theirs = (torch.ones(9, 100, dtype=torch.int32) for _ in range(2))
+            i, c = triton(scores, bias, 4, ours, mask, spacing)
+            j, d = select_and_count(scores, bias, 4, theirs, mask, spacing, "torch")
+            assert i.dtype == j.dtype and torch.equal(i, j) and torch.equal(c, d) and torch.equal(ours, theirs)
+            assert i.shape == (len(scores), 4) and int(ours.sum()) >= 900 and (len(scores) or int(ours.sum()) == 900)
+            compared += 1
 print("compared", compared)
 """
 
@@ -71,14 +94,14 @@ print("compared", compared)
 def compare(device: str, **environment: str) -> None:
     """Run the program: on the CPU in Triton's interpreter, or on a GPU."""
     done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, device],
+        [sys.executable, "-c", PROGRAM, device, str(Path(__file__).parent)],
         env={**os.environ, **environment},
         capture_output=True,
         text=True,
         timeout=300,
     )
     assert done.returncode == 0, done.stderr[-2000:]
-    assert done.stdout.split() == ["compared", "80"]
+    assert done.stdout.split() == ["compared", "92"]
 
 
 def test_the_interpreted_kernel_is_the_pytorch_path() -> None:

@@ -1,27 +1,35 @@
 """The Triton kernels against their references: in Triton's interpreter on the CPU (run as a program), or on a GPU.
 
 Each case compares results and gradients with the reference in fp64 on the same inputs, over shapes that are multiples
-of nothing, dtypes, layouts and empty inputs, and returns how many it compared. As a program it prints one JSON object
-a case: the interpreter reads its variable when kernels are defined, so tests give it a process of its own.
+of nothing, dtypes, layouts (of inputs and of incoming gradients) and empty inputs, and returns how many it compared.
+Every one runs a second time, in the interpreter with its programs from the last to the first, and gives the same bits.
+As a program it prints one JSON object a case: the interpreter reads its variable when kernels are defined, so tests
+give it a process of its own.
 """
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import sys
 import traceback
 from collections.abc import Callable, Sequence
 
+import pytest
 import torch
 from k3kernels.attention_residual import merge, mix, phase_one
 from k3kernels.cross_entropy import cross_entropy
 from k3kernels.rms_norm import gated_rms_norm, rms_norm
+from k3kernels.row_scale import scale_rows
 from k3kernels.short_conv import short_conv
 from k3kernels.situ import fused_glu, situ_glu, swiglu
+from program_order import from_the_last
 from torch import Tensor
 
 DTYPES = (torch.float32, torch.bfloat16)
+LAYOUTS = ("transposed", "expanded", "sliced")
+_turns = itertools.cycle(LAYOUTS)
 
 
 def random(*shape: int, dtype: torch.dtype = torch.float32, scale: float = 1.0, seed: int = 0) -> Tensor:
@@ -40,24 +48,40 @@ def close(found: Tensor, wanted: Tensor, what: object) -> None:
     torch.testing.assert_close(found.double(), wanted.double(), rtol=rtol, atol=atol, msg=lambda m: f"{what}: {m}")
 
 
+def gradient_of(x: Tensor, seed: int, layout: str, dtype: torch.dtype, strided: bool) -> Tensor:
+    """Random numbers of `dtype` in the form of x, the same whether `strided` (as `layout` says) or contiguous."""
+    values = random(*x.shape, seed=seed).to(dtype).to(x)
+    if layout == "expanded" and values.dim() and values.shape[-1]:
+        values = values[..., :1].expand(values.shape)
+    if not strided:
+        return values.contiguous()
+    if layout == "transposed" and values.dim() > 1:
+        return values.mT.contiguous().mT
+    if layout == "sliced" and values.dim():
+        return torch.cat([values, values], dim=-1)[..., : values.shape[-1]]
+    return values
+
+
 def compare(
     function: Callable[..., Tensor | tuple[Tensor, ...]], leaves: Sequence[Tensor], device: str, what: object
 ) -> int:
-    """`function(backend, *leaves)` and its gradients: the reference's in fp64, and the same bits twice."""
+    """`function(backend, *leaves)` and its gradients: the reference's in fp64, and the same bits twice.
+
+    The second time incoming gradients of the same numbers lie otherwise in memory, and the interpreter's programs run
+    from the last to the first.
+    """
     ours = [leaf.detach().to(device).requires_grad_() for leaf in leaves]
     theirs = [leaf.detach().double().requires_grad_() for leaf in leaves]
-    results = []
-    # The interpreter has no threads whose order could matter: once tells all.
-    runs = [("triton", ours)] * (1 if device == "cpu" else 2)
-    for backend, inputs in (*runs, ("reference", theirs)):
-        out = function(backend, *inputs)
-        outs = out if isinstance(out, tuple) else (out,)
-        grads = [random(*x.shape, seed=index).to(leaves[0].dtype).to(x) for index, x in enumerate(outs)]
-        gradients = torch.autograd.grad(outs, inputs, grads)
-        results.append([*outs, *gradients])
-    first, again, wanted = results[0], results[len(runs) - 1], results[-1]
-    for number, (x, y, z) in enumerate(zip(first, again, wanted)):
-        assert torch.equal(x, y), f"{what}: number {number} is not the same twice"
+    layout, results = next(_turns), []
+    for backend, inputs, again in (("triton", ours, False), ("triton", ours, True), ("reference", theirs, False)):
+        with from_the_last() if again and device == "cpu" else contextlib.nullcontext():
+            out = function(backend, *inputs)
+            outs = out if isinstance(out, tuple) else (out,)
+            grads = [gradient_of(x, index, layout, leaves[0].dtype, again) for index, x in enumerate(outs)]
+            results.append([*outs, *torch.autograd.grad(outs, inputs, grads)])
+    first, second, wanted = results
+    for number, (x, y, z) in enumerate(zip(first, second, wanted)):
+        assert torch.equal(x, y), f"{what}: number {number} is not the same twice ({layout} gradients)"
         close(x.cpu(), z, (what, number))
     for leaf, gradient in zip(ours, first[-len(ours) :]):
         assert gradient.dtype == leaf.dtype, what
@@ -90,6 +114,22 @@ def situ(device: str) -> int:
     exact = situ_glu(small.double(), one.to(device).expand_as(small) * 1e4, backend="reference")
     assert float(((ours - exact) / exact).abs().max()) < 1e-6, "tanh loses digits near zero"
     return done + 2
+
+
+def row_scale(device: str) -> int:
+    """Rows of one piece and of several, an expert's rows of a wider tensor, weights of every other place."""
+    done = 0
+    for shape, dtype in itertools.product(((3, 5), (2, 2, 1030), (5, 2100), (0, 4), (2, 0)), DTYPES):
+        leaves = [random(*shape, dtype=dtype, scale=3.0), random(*shape[:-1], seed=1).abs()]
+        done += compare(lambda b, x, w: scale_rows(x, w, backend=b), leaves, device, (shape, dtype))
+
+    def views(backend: str, wide: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+        rows, others = wide.chunk(2, dim=-1)
+        return scale_rows(rows, weights[:, ::5], backend=backend), scale_rows(
+            others.mT, weights[:, 7:], backend=backend
+        )
+
+    return done + compare(views, [random(2, 3, 14), random(2, 14, seed=1)], device, "views")
 
 
 def attention_residual(device: str) -> int:
@@ -273,10 +313,63 @@ def loss(device: str) -> int:
         close(found.detach().cpu(), wanted.detach().cpu(), "shards")
         close(torch.autograd.grad(found.sum(), shard)[0].cpu(), wanted_gradient[:, start:end].cpu(), "shards")
         done += 1
+
+    def views(backend: str, wide: Tensor) -> tuple[Tensor, Tensor]:
+        """As the model has them, [s, b, v] and labels.t(); and logits cut out of wider rows."""
+        labels = torch.tensor([[0, 6, 3], [2, 9, 5]], device=wide.device)
+        cut = cross_entropy(wide[..., 2:9], labels, backend=backend)
+        return cross_entropy(wide.transpose(0, 1), labels.t(), vocab_start=1, backend=backend), cut
+
+    done += compare(views, [random(2, 3, 11, scale=4.0)], device, "strided logits and labels")
     masked = torch.full((1, 9), torch.finfo(torch.bfloat16).min, dtype=torch.bfloat16, device=device)
     masked[0, 2] = 1.5
     assert float(cross_entropy(masked, labels.new_tensor([2]), backend="triton")) == 0.0
     return done + 1
+
+
+def limits(device: str) -> int:
+    """The longest row that a program holds, one more, and phase one's, which go piece by piece."""
+    from k3kernels.rows import MOST_COLUMNS
+
+    def ones(*shape: int) -> Tensor:
+        return torch.ones(shape, device=device)
+
+    calls = {
+        "rms_norm": lambda n: rms_norm(ones(1, n), ones(n), backend="triton"),
+        "mix": lambda n: mix([ones(1, n), ones(1, n)], ones(n), ones(n), backend="triton"),
+        "merge": lambda n: merge(*(ones(*s) for s in ((1, n), (1,), (1,), (1, n), (n,), (n,))), backend="triton"),
+    }
+    for name, call in calls.items():
+        close(call(MOST_COLUMNS).cpu(), torch.ones(1, MOST_COLUMNS), name)
+        with pytest.raises(ValueError, match=f"{name} got rows of {MOST_COLUMNS + 1}.* takes {MOST_COLUMNS} at most"):
+            call(MOST_COLUMNS + 1)
+    bank, vectors = [random(1, MOST_COLUMNS + 1)], [random(1, MOST_COLUMNS + 1, scale=1e-2, seed=i) for i in (1, 2)]
+    return len(calls) + compare(
+        lambda backend, query, norm, source: phase_one([source], query, norm, backend=backend)[::2],
+        [*vectors, *bank],
+        device,
+        "phase one of a long row",
+    )
+
+
+def order(device: str) -> int:
+    """That the second runs are what they say: a kernel whose last program wins is seen by them."""
+    import triton
+    import triton.language as tl
+
+    if device != "cpu":
+        return 1
+
+    @triton.jit
+    def last_wins(out):
+        tl.store(out, tl.program_id(0))
+
+    found = torch.zeros(2, dtype=torch.int32)
+    last_wins[(5,)](found[0])
+    with from_the_last():
+        last_wins[(5,)](found[1])
+    assert found.tolist() == [4, 0], found
+    return 1
 
 
 CASES: dict[str, Callable[[str], int]] = {
@@ -286,6 +379,9 @@ CASES: dict[str, Callable[[str], int]] = {
     "norms": norms,
     "convolution": convolution,
     "loss": loss,
+    "row_scale": row_scale,
+    "limits": limits,
+    "order": order,
 }
 
 

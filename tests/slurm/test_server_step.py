@@ -33,6 +33,7 @@ case "$*" in
     "requeue "*) [ -z "${NO_REQUEUE:-}" ] || { echo "Requested operation is presently disabled" >&2; exit 1; } ;;&
     "show hostnames"*) [ -z "${HOSTS:-}" ] || { printf '%s\\n' $HOSTS; exit; } ;;&
     "show hostnames"*) printf 'localhost\\n%.0s' $(seq $SLURM_NNODES) ;;
+    "show job -o 9") echo "JobId=9 JobState=${STATE:-RUNNING} " ;;
     "show job"*) echo "JobId=7 JobState=RUNNING " ;;
     *) echo "scontrol $*" >> "$CALLS" ;;
 esac
@@ -143,7 +144,8 @@ def test_a_server_in_the_same_job(job: dict[str, str]) -> None:
     assert "--checkpoint runs/start --host localhost" in served
     assert "--allow-updates" in served
     url = f"rl.rollout.url=http://localhost:{job['K3_SERVE_PORT']}"
-    assert ranks.endswith(f"recipe=rl/k3-tiny run.name=mine rl.rollout.engine=openai {url}")
+    keys = f"rl.rollout.engine=openai {url} rl.rollout.outage_minutes=1"
+    assert ranks.endswith(f"recipe=rl/k3-tiny run.name=mine {keys}")
     assert "--overlap" in next(c for c in calls if "k3train serve" in c)
     assert is_free(job)
 
@@ -159,6 +161,51 @@ def test_the_ranks_leave_the_servers_node_alone(job: dict[str, str]) -> None:
     code, said, _ = run(job, "distill", K3_SERVE="x", SLURM_NNODES="2", K3_NODES="2")
     assert code == 2
     assert "K3_NODES=2 leaves no node of 2 to the server" in said
+
+
+def test_servers_lie_on_a_good_node(job: dict[str, str]) -> None:
+    """The check finds the last of three nodes bad: the server takes the one before it, the ranks the one that is left.
+    With a node less there would be none for both."""
+    nodes = {
+        "HOSTS": "n1 localhost n3",
+        "SLURM_NNODES": "3",
+        "SLURM_JOB_NODELIST": "n1,localhost,n3",
+        "K3_HEALTH_CHECK": "1",
+    }
+    bad = {"HEALTH": "exit 3", "VERDICT": "echo n3; exit 0"}
+    wrote = """for n in n1 localhost; do echo '{}' > "$4/$n.json"; done; exit 3"""
+    code, said, calls = run(job, "rl", K3_SERVE="x", K3_NODES="1", **{**nodes, **bad, "HEALTH": wrote})
+    assert code == 0, said
+    server, ranks = [c for c in calls if c.startswith("srun") and "k3train.health" not in c]
+    assert "--exclude=n3 --overlap --nodelist=localhost" in server
+    assert "--exclude=n3,localhost" in ranks
+    code, said, calls = run(job, "rl", K3_SERVE="x", K3_NODES="2", **{**nodes, **bad, "HEALTH": wrote})
+    assert code == 3, said
+    assert "bad nodes: n3; 2 good ones are left and 3 are needed" in said
+
+
+def test_servers_of_teachers(job: dict[str, str]) -> None:
+    """One for each that is named, behind the rollouts' port; the ranks' recipe names them in place of checkpoints."""
+    first = int(job["K3_SERVE_PORT"])
+    more = {
+        "K3_TEACHERS": "runs/a - runs/c",
+        "K3_SERVE": "runs/start",
+        "SLURM_GPUS_ON_NODE": "2",
+        "K3_RANKS_PER_NODE": "1",
+    }
+    code, said, calls = run(job, "distill", **more)
+    assert code == 0, said
+    served = sorted(c for c in calls if c.startswith("serve "))
+    assert [c.split()[c.split().index("--checkpoint") + 1] for c in served] == ["runs/a", "runs/c", "runs/start"]
+    assert [c.split()[c.split().index("--port") + 1] for c in served] == [str(first + 1), str(first + 3), str(first)]
+    assert ["--allow-updates" in c for c in served] == [False, False, True]
+    ranks = next(c for c in calls if c.startswith("ranks"))
+    for number, port in ((0, first + 1), (2, first + 3)):
+        keys = f"rl.teachers.{number}.checkpoint=null rl.teachers.{number}.url=http://localhost:{port}"
+        assert keys in ranks
+    assert "rl.teachers.1" not in ranks
+    assert said.count("of rl.teachers.") == 2
+    assert is_free(job)
 
 
 def test_a_server_that_breaks_is_a_failure_of_the_job(job: dict[str, str]) -> None:
@@ -247,7 +294,7 @@ def test_what_cannot_be_requeued_is_said(job: dict[str, str]) -> None:
 
 
 def test_a_server_in_a_job_of_its_own(job: dict[str, str]) -> None:
-    """Its address is found by its job's id; a stop request ends it."""
+    """Its address is found by its job's id. Near its time limit it requeues itself."""
     command = ["bash", str(ROOT / "slurm" / "serve.sbatch")]
     server = subprocess.Popen(command, env={**job, "K3_SERVE": "runs/start"}, cwd=ROOT)
     try:
@@ -258,11 +305,35 @@ def test_a_server_in_a_job_of_its_own(job: dict[str, str]) -> None:
         assert server.wait(30) == 0
     finally:
         server.kill()
+    assert Path(job["CALLS"]).read_text().count("scontrol requeue 7") == 1
     assert not (Path(job["K3_NOTES"]) / "server-7").exists()
     deadline = time.monotonic() + 20
     while not is_free(job):
         assert time.monotonic() < deadline
         time.sleep(0.1)
+
+
+def test_a_job_whose_servers_job_is_gone_starts_again(job: dict[str, str]) -> None:
+    """Ranks end with 2 where the server does not answer, which is a failure and no wrong recipe; a server's job that
+    breaks is one too, and one that is still in the queue is none."""
+    note = Path(job["K3_NOTES"]) / "server-9"
+    note.parent.mkdir()
+    note.write_text(f"http://localhost:{job['K3_SERVE_PORT']}\n")  # nobody is there
+    code, said, calls = run(job, "rl", K3_SERVE_JOB="9", RANKS_END="2", RANKS_REACH="3")
+    assert code == 1, said
+    assert "the server ended before the ranks" in said
+    assert calls.count("scontrol requeue 7") == 1
+    code, said, calls = run(job, "serve", K3_SERVE="x", SERVER="breaks")
+    assert code == 1, said
+    assert "failed with exit code 1" in said
+    note.unlink()
+    waiting = {"K3_SERVE_JOB": "9", "K3_SERVE_SECONDS": "1"}
+    code, said, calls = run(job, "rl", **waiting, STATE="PENDING")
+    assert "the server's job 9 is still pending" in said
+    assert "failure" not in said
+    code, said, calls = run(job, "rl", **waiting, STATE="CANCELLED")
+    assert code == 2
+    assert "K3_SERVE_JOB=9 has ended (CANCELLED)" in said
 
 
 def health_of(job: dict[str, str], health: str, **more: str) -> tuple[int, str, list[str]]:

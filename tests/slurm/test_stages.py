@@ -47,7 +47,7 @@ def test_a_fine_tuning_job_ends_as_ranks_without_slurm_do(
 
 @pytest.fixture(scope="module")
 def tasks(cluster: Any, folder: Path, fine_tuned: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Recipes `rl_small` and `distill_small`, whose model is the fine-tuned one and, in the second, its own teacher."""
+    """Recipes `rl_small` and `distill_small`, whose model is the fine-tuned one, taught by an earlier state of it."""
     made = make_tasks(tmp_path_factory.mktemp("tasks"))
     model = {
         "data": {"tokenizer": str(folder / "chat")},
@@ -56,8 +56,21 @@ def tasks(cluster: Any, folder: Path, fine_tuned: Path, tmp_path_factory: pytest
         "train__seq_length": 128,
     }
     cluster.add_recipe("rl_small", rl_recipe(made, made, **model))
-    taught = {"rl__objective": {"signal": "mopd"}, "rl__teachers": [{"checkpoint": str(fine_tuned)}]}
+    taught = {"rl__objective": {"signal": "mopd"}, "rl__teachers": [{"checkpoint": str(earlier_than(fine_tuned))}]}
     cluster.add_recipe("distill_small", rl_recipe(made, made, **model, **taught))
+
+
+def earlier_than(run_dir: Path) -> Path:
+    """The oldest checkpoint of a run that is kept."""
+    first, *_, last = sorted((run_dir / "checkpoints").glob("step_*"))
+    assert first != last
+    return first
+
+
+def assert_it_is_taught(run_dir: Path) -> None:
+    for line in lines(run_dir, "train"):
+        assert line["teacher_kl"] != 0
+        assert line["advantage_abs"] > 1e-5
 
 
 def assert_the_server_follows(run_dir: Path) -> None:
@@ -92,18 +105,45 @@ def test_rl_with_a_server_in_the_same_job(cluster: Any, fine_tuned: Path, tasks:
     assert_the_server_follows(run_dir)
 
 
-def test_distillation_with_a_server_in_a_job_of_its_own(cluster: Any, fine_tuned: Path, tasks: None) -> None:
-    server = cluster.submit(script="serve", recipe=None, K3_SERVE=str(fine_tuned))
+def test_distillation_with_servers_of_rollouts_and_teacher_in_the_same_job(
+    cluster: Any, fine_tuned: Path, tasks: None
+) -> None:
+    """Both on the last of two nodes."""
     job = cluster.submit(
-        "run.name=distill", script="distill", recipe="distill_small", K3_SERVE_JOB=server, K3_TEST_HOLD=""
+        "run.name=taught",
+        script="distill",
+        recipe="distill_small",
+        options=("--nodes=2",),
+        K3_SERVE=str(fine_tuned),
+        K3_TEACHERS=str(earlier_than(fine_tuned)),
+        K3_TEST_HOLD="",
     )
+    assert cluster.end(job) == "COMPLETED", cluster.log(job)
+    log = cluster.log(job)
+    assert "the server of rl.teachers.0 starts on node2" in log
+    assert "the server starts on node2" in log
+    assert_the_server_follows(cluster.recipes.parent / "taught")
+    assert_it_is_taught(cluster.recipes.parent / "taught")
+
+
+@pytest.mark.parametrize(("script", "recipe"), [("distill", "distill_small"), ("rl", "rl_small")])
+def test_a_server_in_a_job_of_its_own(cluster: Any, fine_tuned: Path, tasks: None, script: str, recipe: str) -> None:
+    """In the second case both jobs are told to stop, and come back."""
+    server = cluster.submit(script="serve", recipe=None, K3_SERVE=str(fine_tuned))
+    run_dir = cluster.recipes.parent / f"two-{script}"
+    hold = {"K3_TEST_HOLD": "2" if script == "rl" else ""}
+    job = cluster.submit(f"run.name={run_dir.name}", script=script, recipe=recipe, K3_SERVE_JOB=server, **hold)
+    if script == "rl":
+        cluster.wait_for_step(job, run_dir, 1)
+        for one in (job, server):
+            cluster.call("scancel", "--signal=USR1", "--batch", one)
     assert cluster.end(job) == "COMPLETED", cluster.log(job) + cluster.log(server)
-    assert cluster.fact(job, "Restarts") == "0"
-    found = lines(cluster.recipes.parent / "distill", "train")
-    assert [line["step"] for line in found] == [1, 2, 3]
-    for line in found:
-        assert line["rollout_logprob_difference"] < 1e-4, found
+    assert cluster.fact(job, "Restarts") == ("1" if script == "rl" else "0")
+    assert_the_server_follows(run_dir)
+    if script == "distill":
+        assert_it_is_taught(run_dir)
     assert cluster.fact(server, "JobState") == "RUNNING"
-    cluster.call("scancel", "--signal=USR1", "--batch", server)  # as before its time limit
-    assert cluster.end(server) == "COMPLETED", cluster.log(server)
+    assert cluster.fact(server, "Restarts") == cluster.fact(job, "Restarts")
+    cluster.call("scancel", server)
+    assert cluster.end(server) == "CANCELLED", cluster.log(server)
     assert not (cluster.logs / "notes" / f"server-{server}").exists()

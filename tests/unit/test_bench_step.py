@@ -36,3 +36,32 @@ def test_a_part_owns_its_operators_and_their_backward_at_their_usual_time(monkey
     events += [event("mm", 100, kda, 10, [8]), event("mm", 30, mla, 11, [4]), event("mm", 20, backward)]
     found = parts_of(events)
     assert found == {REST_OF_MODEL: 1, "KDA": 2 + 3 * 12 + 100 + 5 + 20, "MLA": 3 + 30}
+
+
+def test_waiting_for_others_counts_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has no usual time. What is sent inside a part is communication, and no more that part's."""
+    monkeypatch.syspath_prepend(str(TOOLS))
+    from bench_step import COMMUNICATION, parts_of
+
+    kda = event("part: KDA", 2)
+    sent = [event(f"part: {COMMUNICATION}", spent, kda) for spent in (1, 1, 100)]
+    found = parts_of([kda, *sent, event("c10d::allreduce_", 4, sent[0])])
+    assert found == {"KDA": 2, COMMUNICATION: 1 + 1 + 100 + 4}
+
+
+def test_every_part_is_a_class_of_the_model(single_rank: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A renamed class would lose its part to the rest."""
+    monkeypatch.syspath_prepend(str(TOOLS))
+    from bench_step import HEAD, PARTS, named_parts
+
+    from k3train.config.load import load_recipe
+    from k3train.model.build import build_chunks
+
+    config = load_recipe(["recipe=pretrain/k3-tiny", "parallel=single", "model.mtp.num_layers=1"])
+    (model,), _ = build_chunks(config, "meta")
+    assert set(PARTS) <= {type(module).__name__ for module in model.modules()}
+    marked = []
+    monkeypatch.setattr("bench_step.mark", lambda owner, method, name: marked.append((type(owner), method, name)))
+    named_parts(model)
+    assert {method for _, method, name in marked if name == HEAD} == {"forward", "_logits", "_loss"}
+    assert {method for owner, method, _ in marked if owner.__name__ == "AttentionResidual"} == {"forward", "normed"}

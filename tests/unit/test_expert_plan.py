@@ -137,7 +137,9 @@ def test_every_copy_is_sent_and_computed_once(ranks: int, per_rank: int) -> None
                 by_home = [plan.lent(home)[rank] for home in range(ranks)]
                 assert [home * per_rank + e for home, es in enumerate(by_home) for e in es] == plan.redundant[rank]
                 assert [len(es) for es in by_home] == plan.borrowed(rank)
-    assert not any(ExpertPlan.balanced(np.ones((ranks, experts), dtype=np.int64)).redundant)
+    even = ExpertPlan.balanced(np.ones((ranks, experts), dtype=np.int64))
+    assert not any(even.redundant)
+    assert even.slots == most_redundant(experts, ranks)  # shapes are those of any other routing
 
 
 def test_a_plan_depends_on_the_counts_alone() -> None:

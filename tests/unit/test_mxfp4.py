@@ -90,6 +90,22 @@ def test_rounds_to_nearest_with_ties_to_even_codes_and_never_clips() -> None:
     assert (unpack_pairs(packed)[ties] % 2 == 0).all()
 
 
+@pytest.mark.parametrize("rule", ["round_up", "floor", "nearest"])
+@pytest.mark.parametrize("size", [1e-40, 1e-38, 1.0, 1e36])
+def test_export_packs_by_the_codec_to_the_bit(monkeypatch: pytest.MonkeyPatch, rule: str, size: float) -> None:
+    """Without hints `encode` is `k3kernels.mx.quantize`, and that is codes under scales of this module's own."""
+    chance = torch.Generator().manual_seed(0)
+    values = torch.randn(48, 96, generator=chance) * torch.randn(48, 1, generator=chance).exp() * size
+    values[0, :40], values[1, 3] = 0.0, -0.0
+    called = []
+    plain = mxfp4.quantize
+    monkeypatch.setattr(mxfp4, "quantize", lambda *args: called.append(args[1:]) or plain(*args))
+    packed, scales = mxfp4.encode(values, rule=rule)
+    assert called == [("e2m1", rule)]
+    assert torch.equal(scales, mxfp4.scales_of(values, rule))
+    assert torch.equal(packed, pack_pairs(mxfp4.codes_of(values, scales)[0]))
+
+
 @pytest.mark.parametrize("amax", [1e-36, 0.1, 0.75, 0.7500001, 1.0, 5.99, 6.0, 6.01, 12.0, 1e30])
 def test_the_scale_is_the_smallest_that_clips_nothing(amax: float) -> None:
     values = torch.zeros(1, 32)

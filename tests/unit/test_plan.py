@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
 import json
+import os
 import re
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -15,17 +18,26 @@ ROOT = Path(__file__).resolve().parents[2]
 GIB = 1024**3
 
 
-def test_the_published_model_has_the_published_size_and_folder(single_rank: None) -> None:
-    """2.7795T parameters, 104.19B active, about 1,453.7 GiB with the vision part (facts of the release)."""
-    from k3train.config.parameters import parameter_count
-    from k3train.plan.inventory import take_inventory
-    from k3train.plan.storage import VISION_PARAMETERS, export_bytes
+def generated(name: str) -> str:
+    """The part of docs/planner.md that `tools/plan_docs.py` writes under this name."""
+    document = (ROOT / "docs" / "planner.md").read_text(encoding="utf-8")
+    return re.search(rf"<!-- plan:{name} -->\n(.*?)\n<!-- end -->", document, re.DOTALL)[1]
 
-    config = load_recipe(["recipe=pretrain/k3", "model.mtp.num_layers=0", "optim=adamw"])
-    inventory = take_inventory(config)
-    assert round(inventory.total / 1e12, 4) == 2.7795
-    assert round(parameter_count(config.model)["active"] / 1e9, 2) == 104.19
-    assert export_bytes(inventory, VISION_PARAMETERS) / GIB == pytest.approx(1453.7, abs=0.3)
+
+@pytest.fixture
+def plan_docs(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """The tool that writes these parts."""
+    monkeypatch.syspath_prepend(str(ROOT / "tools"))
+    return importlib.import_module("plan_docs")
+
+
+def test_the_published_model_has_the_published_size_and_folder(single_rank: None, plan_docs: ModuleType) -> None:
+    """2.7795T parameters, 104.19B active, about 1,453.7 GiB with the vision part (facts of the release)."""
+    made = plan_docs.sizes()
+    total, active, folder = (line.strip("|").split("|")[2].strip() for line in made.splitlines()[2:])
+    assert (total, active) == ("2.7795T", "104.19B")
+    assert float(folder.removesuffix(" GiB").replace(",", "")) == pytest.approx(1453.7, abs=0.3)
+    assert generated("sizes") == made, "run tools/plan_docs.py"
 
 
 # What was published, by row of docs/planner.md: the sources are named there.
@@ -47,17 +59,12 @@ PUBLISHED = (
 
 
 def test_every_published_figure_is_predicted_with_the_error_that_the_docs_state(
-    single_rank: None, monkeypatch: pytest.MonkeyPatch
+    single_rank: None, monkeypatch: pytest.MonkeyPatch, plan_docs: ModuleType
 ) -> None:
     """All rows made anew. The document is also held against itself: errors against figures, summary against rows."""
-    monkeypatch.syspath_prepend(str(ROOT / "tools"))
-    import plan_docs
-
     from k3train.plan import anchors
 
-    compared = list(anchors.compare())
-    document = (ROOT / "docs" / "planner.md").read_text(encoding="utf-8")
-    part = re.search(r"<!-- plan:throughputs -->\n(.*?)\n<!-- end -->", document, re.DOTALL)[1]
+    compared, part = list(anchors.compare()), generated("throughputs")
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in part.splitlines() if line.startswith("|")]
     rows = rows[2:]
     assert [(name, devices) for name, devices, *_ in rows] == [(name, devices) for name, devices, _ in PUBLISHED]
@@ -121,25 +128,6 @@ def test_more_micro_batches_wait_less_and_recomputation_keeps_less(single_rank: 
     assert again.step.seconds > plan.step.seconds
 
 
-def test_search_lists_what_fits_fastest_first(single_rank: None) -> None:
-    from k3train.plan.inventory import take_inventory
-    from k3train.plan.search import search
-
-    config, cluster = load_recipe(["recipe=pretrain/k3-tiny"]), load_cluster("cpu", {})
-    inventory = take_inventory(config)
-    plans, considered, _ = search(config, cluster, inventory, 4, 6)
-    assert considered > 20
-    seconds = [plan.step.seconds for plan in plans]
-    assert len(plans) == 6
-    assert seconds == sorted(seconds)
-    # With less memory than the fastest takes, it is left out, and what is listed fits.
-    need = plans[0].fullest.total / GIB
-    tight = load_cluster("cpu", {"memory_gib": f"{need * 0.9 + cluster.reserved_gib}"})
-    smaller, _, _ = search(config, tight, inventory, 4, 6)
-    assert smaller
-    assert all(plan.fullest.total <= plan.room < plans[0].fullest.total for plan in smaller)
-
-
 def test_the_command_says_what_does_not_fit(
     single_rank: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -149,7 +137,7 @@ def test_the_command_says_what_does_not_fit(
     words = ["plan", "recipe=pretrain/k3-tiny", "--picture", str(picture), "--json", str(numbers)]
     assert main(words) == 0
     assert "fits" in capsys.readouterr().out
-    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert picture.read_bytes().startswith(b"\x89PNG")  # what it shows: test_the_picture_shows_the_plan
     assert json.loads(numbers.read_text())["devices"] == 4
     assert main([*words[:2], "cluster=cpu", "cluster.memory_gib=0.7"]) == 2
     told = capsys.readouterr().err
@@ -157,23 +145,6 @@ def test_the_command_says_what_does_not_fit(
     assert told.count("\n") == 1
     assert main(["plan", "recipe=pretrain/k3-tiny", "cluster=cup"]) == 2
     assert "try cluster=cpu" in capsys.readouterr().err
-
-
-def test_search_goes_on_where_the_fastest_do_not_fit(single_rank: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The layouts beyond those planned in full are tried too before none is said to fit."""
-    from k3train.plan import search as module
-    from k3train.plan.inventory import take_inventory
-
-    config = load_recipe(["recipe=pretrain/k3-tiny"])
-    inventory, cluster = take_inventory(config), load_cluster("cpu", {})
-    plans, _, _ = module.search(config, cluster, inventory, 4, 500)
-    leanest = min(plan.fullest.total for plan in plans) / GIB
-    tight = load_cluster("cpu", {"memory_gib": f"{leanest * 1.001 + cluster.reserved_gib}"})
-    monkeypatch.setattr(module, "MOST_FULL_PLANS", 1)
-    found, _, nearest = module.search(config, tight, inventory, 4, 3)
-    assert nearest is not None  # the fastest was planned, and does not fit
-    assert found
-    assert found[0].fits
 
 
 def test_multi_token_prediction_is_not_exported(single_rank: None) -> None:
@@ -187,11 +158,117 @@ def test_multi_token_prediction_is_not_exported(single_rank: None) -> None:
     assert with_mtp == without
 
 
-def test_the_docs_show_the_plan_as_it_is_made_now(single_rank: None) -> None:
-    """The ladder's first rung, of which `tools/plan_docs.py --check` (a minute) is the whole."""
-    from k3train.plan.plan import make_plan
-    from k3train.plan.text import summary
+@pytest.mark.parametrize("number", [0, 1], ids=["k3-tiny", "k3-mini"])
+def test_the_docs_show_the_plan_as_it_is_made_now(single_rank: None, plan_docs: ModuleType, number: int) -> None:
+    """The first rungs of the ladder: line and plan."""
+    rung, part = plan_docs.LADDER[number], generated("ladder")
+    plan = plan_docs.plan_of(rung)
+    line = plan_docs.markdown_row(plan_docs.rung_cells(rung[0], plan))
+    assert part.splitlines()[2 + number] == line, "run tools/plan_docs.py"
+    assert plan_docs.printed(rung, plan) in part, "run tools/plan_docs.py"
 
-    plan = make_plan(load_recipe(["recipe=pretrain/k3-tiny"]), load_cluster("cpu", {}))
-    shown = f"```\n$ k3train plan recipe=pretrain/k3-tiny cluster=cpu\n{summary(plan)}\n```"
-    assert shown in (ROOT / "docs" / "planner.md").read_text(encoding="utf-8"), "run tools/plan_docs.py"
+
+@pytest.mark.skipif(not os.environ.get("K3_TEST_LONG"), reason="takes a minute; K3_TEST_LONG=1 runs it")
+def test_the_docs_show_every_plan_as_it_is_made_now(single_rank: None, plan_docs: ModuleType) -> None:
+    """All rungs, sizes and throughputs: what `tools/plan_docs.py --check` says."""
+    before = plan_docs.DOC.read_text(encoding="utf-8")
+    assert plan_docs.rewritten(before) == before, "run tools/plan_docs.py"
+
+
+def test_the_check_tells_a_document_that_is_out_of_date(
+    plan_docs: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    document = tmp_path / "planner.md"
+    document.write_text("a\n<!-- plan:sizes -->\nnew\n<!-- end -->\nb\n")
+    monkeypatch.setattr(plan_docs, "DOC", document)
+    monkeypatch.setattr(plan_docs, "PARTS", {"sizes": lambda: "new"})
+    monkeypatch.setattr("sys.argv", ["plan_docs.py", "--check"])
+    assert plan_docs.main() == 0
+    document.write_text("a\n<!-- plan:sizes -->\nold\n<!-- end -->\nb\n")
+    assert plan_docs.main() == 1
+    assert "differs; run tools/plan_docs.py" in capsys.readouterr().out
+    monkeypatch.setattr("sys.argv", ["plan_docs.py"])
+    drawn: list[tuple] = []
+    monkeypatch.setattr(plan_docs, "plan_of", lambda rung: rung)
+    monkeypatch.setattr(plan_docs.picture, "draw", lambda *what: drawn.append(what))
+    assert plan_docs.main() == 0
+    assert drawn == [(plan_docs.LADDER[-1], plan_docs.PICTURE)]
+    assert document.read_text() == "a\n<!-- plan:sizes -->\nnew\n<!-- end -->\nb\n"
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        (
+            "recipe=pretrain/k3-tiny",
+            "parallel=single",
+            "model.mtp.num_layers=1",
+            "quant.enabled=true",
+            "optim=muon-tiny",
+            "train.micro_batch_size=8",
+        ),
+        (
+            "recipe=pretrain/k3-mini",
+            "parallel.recompute=none",
+            "parallel.expert=8",
+            "parallel.world_size=8",
+            "parallel.balanced_experts=true",
+        ),
+        (
+            "recipe=pretrain/k3-mini",
+            "parallel.pipeline=2",
+            "parallel.virtual_pipeline=2",
+            "parallel.world_size=2",
+            "train.micro_batch_size=8",
+        ),
+    ],
+    ids=["cpu", "cuda", "pipeline"],
+)
+def test_the_picture_shows_the_plan(single_rank: None, words: tuple[str, ...]) -> None:
+    """Bars add up to each rank's peak, every part has a colour of its own, and spans last as long as ranks compute."""
+    from k3train.plan import picture
+    from k3train.plan.activations import KINDS
+    from k3train.plan.plan import make_plan
+
+    config = load_recipe([*words, "train.global_batch_size=32", "train.eval_samples=32"])
+    plan = make_plan(config, load_cluster("cpu" if "tiny" in words[0] else "h100-8x", {}))
+    bars, timeline = picture.figure_of(plan).axes
+    heights = [0.0] * len(plan.memory)
+    for container in bars.containers:
+        for rank, patch in enumerate(container.patches):
+            assert patch.get_y() == pytest.approx(heights[rank])  # on top of the others
+            heights[rank] += patch.get_height()
+    assert heights == pytest.approx([rank.total / GIB for rank in plan.memory])
+    names = {name for rank in plan.memory for name in rank.bars()} | set(KINDS)
+    assert names <= picture.COLORS.keys()
+    assert len(set(picture.COLORS.values())) == len(picture.COLORS)
+    assert plan.step.micro_batches <= 4  # as many are shown
+    spans = [path.get_extents().width for bar in timeline.collections for path in bar.get_paths()]
+    busy = sum(p.end - p.start for rank in plan.step.timeline.ranks for p in rank)
+    assert sum(spans) == pytest.approx(busy * (1e3 if plan.step.timeline.total < 1 else 1.0))
+
+
+def test_the_docs_name_the_constants_that_the_code_has() -> None:
+    """With the values of today; what each rests on is said beside it."""
+    from k3train.config.cluster import EfficiencyConfig
+    from k3train.plan import step, work
+
+    document = (ROOT / "docs" / "planner.md").read_text(encoding="utf-8")
+    table = document[document.index("## Assumed constants") :].split("\n## ")[0]
+    rows = dict(line.strip("| ").split(" | ", 1) for line in table.splitlines() if line.startswith("| `"))
+    kernels = ", ".join(f"{name} {count}" for name, count in work.KERNELS.items())
+    share = EfficiencyConfig()
+    expected = {
+        "`efficiency.matmul`, `efficiency.grouped`": f"{share.matmul:g}, {share.grouped:g}",
+        "`efficiency.attention`, `.memory`, `.link`": f"{share.attention:g}, {share.memory:g}, {share.link:g}",
+        "`KDA_PASSES`": f"{work.KDA_PASSES:g}",
+        "`KDA_BACKWARD`": f"{work.KDA_BACKWARD:g}",
+        "`ATTENTION_BACKWARD`": f"{work.ATTENTION_BACKWARD:g}",
+        "`MIX_PASSES`": f"{work.MIX_PASSES:g}",
+        "`permute_passes`": f"{work.Practice().permute_passes} x",
+        "`KERNELS`": kernels,
+        "`_ADAMW_PASSES`, `_MUON_PASSES`": f"{step._ADAMW_PASSES}, {step._MUON_PASSES} bytes",
+    }
+    for name, value in expected.items():
+        assert rows[name].startswith(value), name
+        assert any(word in rows[name] for word in ("derived", "calibrated", "guessed")), name

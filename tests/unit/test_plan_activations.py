@@ -31,6 +31,7 @@ def kept_bytes(config: RecipeConfig) -> int:
     [
         [],
         ["train.precision=bf16"],
+        ["train.precision=bf16", "model.moe.weight_placement=before_w2"],
         ["parallel.recompute=full", "model.mtp.num_layers=1"],
         ["train.seq_length=500", "train.micro_batch_size=1", "model.kda.gate=softplus"],
         ["model.attention_residual.enabled=false", "model.moe.latent_size=null", "model.moe.latent_norm=false"],

@@ -50,7 +50,15 @@ def test_a_file_of_the_users_own_with_overrides(tmp_path: Path) -> None:
         ("", {"reserved_gib": "99"}, r"cluster\.reserved_gib=99.* leaves nothing of cluster\.memory_gib=80"),
         ("kind: tpu", {}, r"cluster\.kind=tpu does not exist; allowed: cuda, cpu"),
         ("devices: 1.5", {}, r"cluster\.devices=1\.5 in .* wrong type; allowed: a whole number or null"),
-        ("peak_tflops: 900", {}, r"cluster\.peak_tflops"),
+        ("peak_tflops: 900", {}, r"cluster\.peak_tflops=900 in .* has the wrong type: .* fp32, bf16, fp8 under it"),
+        ("efficiency: null", {}, r"cluster\.efficiency=null in .* matmul, grouped, .* each a number; try"),
+        ("peak_tflops: [900]", {}, r"cluster\.peak_tflops=\[900\] in .* it is a section"),
+        (
+            "",
+            {"efficiency": "0.5"},
+            r"cluster\.efficiency=0\.5 in the command line .*try cluster.efficiency.matmul=",
+        ),
+        ("fast_domain: null", {}, r"cluster\.fast_domain=null in .* wrong type; allowed: a whole number"),
         ("- a\n- b", {}, r"cannot be read as YAML|holds no mapping"),
     ],
 )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from k3train.config.load import load_recipe
@@ -73,3 +75,27 @@ def test_a_mixture_is_made_again_once(recompute: str) -> None:
     work = work_of(load_recipe(["recipe=pretrain/k3-mini", f"parallel.recompute={recompute}"]))
     mixed = work.stage((0, 1), False, False, False)["residual mixture"]
     assert mixed.backward == pytest.approx(3 * mixed.forward)
+
+
+@pytest.mark.parametrize(
+    ("layer", "kernels"), [(0, 60 + 12 + 20), (1, 60 + 110 + 20), (3, 45 + 110 + 20)], ids=["dense", "KDA", "MLA"]
+)
+def test_tiny_layers_wait_for_the_host(layer: int, kernels: int) -> None:
+    """As many kernels as a layer's parts launch, a millisecond each, and twice as many backward."""
+    config = load_recipe(["recipe=pretrain/k3-tiny", "parallel=single"])
+
+    def spent(launch_us: str, practice: Practice) -> tuple[float, float, bool]:
+        cluster = load_cluster("h100-8x", {"launch_us": launch_us})
+        parts = Work(config, cluster, Links(cluster, config.parallel, 1), practice).layer(layer)
+        forward, backward = (sum(getattr(part, way) for part in parts.values()) for way in ("forward", "backward"))
+        return forward, backward, "waiting for the host" in parts
+
+    practice = Practice.of(config)
+    forward, backward, waits = spent("1000", practice)
+    assert waits
+    assert forward == pytest.approx(kernels * 1e-3)
+    assert backward == pytest.approx(2 * kernels * 1e-3)
+    free = spent("0", practice)
+    assert not free[2]
+    assert free[0] < 1e-3  # what the device itself takes
+    assert spent("1000", replace(practice, launch_free=True)) == free

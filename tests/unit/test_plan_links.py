@@ -11,6 +11,7 @@ from k3train.config.rules_cluster import load_cluster
 from k3train.config.schema import ParallelConfig
 from k3train.plan.links import Links
 
+LAYOUT = "parallel.pipeline_layout='Et*2|t*2|t*2|t*2L'"
 RACK = load_cluster("gb200-nvl72", {})
 
 
@@ -55,7 +56,7 @@ def test_muons_exchange_takes_its_bytes_over_the_link(single_rank: None) -> None
     from k3train.plan.sharding import Groups
 
     words = ["recipe=pretrain/k3-tiny", "optim=muon", "parallel=single", "parallel.world_size=4"]
-    cluster = load_cluster("cpu", {"latency_us": "0", "peak_tflops.bf16": "0.16"})
+    cluster = load_cluster("cpu", {"latency_us": "0", "peak_tflops.bf16": "0.24"})
     low, high = (make_plan(load_recipe([*words, f"optim.muon.precision={form}"]), cluster) for form in ("bf16", "fp32"))
     muon = orthogonalization(low.memory[0].held, low.config, Groups.of(low.config, 4), "cpu")
     assert low.step.after["Muon's exchange"] == pytest.approx(muon.sent_bytes / (cluster.fast_gbs * 1e9 * 0.75))
@@ -94,7 +95,7 @@ def test_without_the_distributed_optimizer_gradients_travel_twice_and_parameters
 def test_experts_are_reduced_over_one_kind_of_link(single_rank: None) -> None:
     """2 ranks hold the same experts, EP2 x ETP2 apart: 8 ranks, so a domain of 4 does not hold them."""
     from k3train.plan.sharding import Groups
-    from k3train.plan.step import _shared
+    from k3train.plan.volumes import gradient_shares
 
     config = load_recipe(["recipe=pretrain/k3-tiny", "parallel=single"])
     config.parallel = replace(config.parallel, tensor=2, expert=2, expert_tensor=2)
@@ -102,7 +103,7 @@ def test_experts_are_reduced_over_one_kind_of_link(single_rank: None) -> None:
     from k3train.plan.memory import rank_memory
 
     memory = rank_memory(take_inventory(config), config, load_cluster("cpu", {}), 8, 0)
-    (_, data, near), (_, copies, far) = _shared(config, Groups.of(config, 8), memory)
+    (_, data, near), (_, copies, far) = gradient_shares(config, Groups.of(config, 8), memory)
     assert (data, near, copies, far) == (4, 2, 2, 4)
 
 
@@ -160,3 +161,36 @@ def test_router_counts_are_pooled_over_all_ranks_of_a_stage(single_rank: None) -
     assert volume.fast == 0
     assert volume.network == pytest.approx(2 * 3 / 4 * counts)
     assert plan.step.after["router counts"] > volume.network / (plan.cluster.network_gbs * 1e9)
+
+
+@pytest.mark.parametrize(
+    ("words", "chunks"),
+    [
+        (["parallel.world_size=4"], 1),
+        (["parallel.world_size=4", "parallel.pipeline=2", "parallel.virtual_pipeline=2", LAYOUT], 3),
+    ],
+    ids=["DP4", "PP2 VPP2 DP2"],
+)
+@pytest.mark.parametrize("gbs", ["2", "0.001"], ids=["all hidden", "more than passes hide"])
+def test_passes_hide_what_overlaps_them(single_rank: None, words: list[str], chunks: int, gbs: str) -> None:
+    """By hand: a ring moves (n - 1) / n of the gradients (fp32) and of the parameters, over 3/4 of a link's rate.
+
+    Hidden is at most what the shortest backward (forward) takes, once and with virtual stages another P (V - 1) times.
+    """
+    from k3train.plan.plan import make_plan
+
+    base = ["recipe=pretrain/k3-tiny", "parallel=single", "model.num_layers=8", "model.full_attention_layers=[4,8]"]
+    overlap = ["parallel.overlap_grad_reduce=true", "parallel.overlap_param_gather=true"]
+    cluster = load_cluster("cpu", {"latency_us": "0", "fast_gbs": gbs, "network_gbs": gbs})
+    hidden, shown = (make_plan(load_recipe([*base, *words, *extra]), cluster) for extra in (overlap, []))
+    ranks = 4 // hidden.config.parallel.pipeline
+    passes = [p for rank in hidden.step.timeline.ranks for p in rank]
+    gradients = max(rank.held.gradients for rank in hidden.memory)
+    whole = gradients * (ranks - 1) / ranks / (float(gbs) * 1e9 * 0.75)
+    for name, forward in (("gradient reduction", False), ("parameter gathering", True)):
+        cover = chunks * min(p.end - p.start for p in passes if p.work.forward is forward)
+        assert shown.step.after[name] == pytest.approx(whole, rel=0.02)  # buckets are padded where they overlap
+        assert shown.step.hidden[name] == 0
+        assert hidden.step.hidden[name] == pytest.approx(min(whole, cover))
+        assert hidden.step.after.get(name, 0.0) == pytest.approx(max(0.0, whole - cover))
+        assert (whole > cover) == (gbs == "0.001")

@@ -35,9 +35,16 @@ def test_an_uneven_stage_sets_the_pace() -> None:
 
 
 def test_transfers_delay_who_waits_for_them() -> None:
-    plain = simulate([StageTimes(1, 2)] * 4, 4, 4).total
-    slow = simulate([StageTimes(1, 2, 0.5)] * 4, 4, 4).total
-    assert slow >= plain + 2 * 3 * 0.5
+    """By hand: four ranks, four micro-batches, forward 1, backward 2, a transfer 0.5.
+
+    Rank 1 runs its last forward after its first backward, at 12.5 to 13.5, so it reaches rank 3 at 15.5, whose last
+    backward ends at 18.5; back through three ranks, each 0.5 away and 2 long, that is 26. Without transfers 7 x 3.
+    """
+    assert simulate([StageTimes(1, 2)] * 4, 4, 4).total == 21
+    slow = simulate([StageTimes(1, 2, 0.5)] * 4, 4, 4)
+    assert slow.total == 26
+    last = [next(p for p in rank if p.work.forward and p.work.micro_batch == 3) for rank in slow.ranks]
+    assert [(p.start, p.end) for p in last] == [(3, 4), (12.5, 13.5), (14, 15), (15.5, 16.5)]
 
 
 def test_what_is_in_flight() -> None:

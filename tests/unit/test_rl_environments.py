@@ -47,6 +47,28 @@ def test_rules() -> None:
         weighted({"luck": 1.0})
 
 
+@pytest.mark.parametrize(
+    ("rewards", "text", "reward", "right"),
+    [
+        ({"answer": 1.0, "format": 0.1}, "41", 0.1, False),
+        ({"answer": 1.0, "format": 0.1}, "42", 1.1, True),
+        ({"format": 1.0}, "41", 1.0, False),
+        ({"format": 1.0}, "42", 1.0, True),
+        ({"answer": 0.0, "format": 1.0}, "41", 1.0, False),
+    ],
+)
+def test_right_is_not_what_is_worth_something(rewards: dict[str, float], text: str, reward: float, right: bool) -> None:
+    step = make_environment(EnvironmentConfig(rewards=rewards)).step(task(), [says(text)], 0)
+    assert (step.reward, step.right) == (reward, right)
+
+
+def test_half_of_the_unit_tests_is_not_right() -> None:
+    environment = make_environment(EnvironmentConfig(rewards={"unit_tests": 1.0}))
+    tests = "assert f(3) == 3\nassert f(4) == 4"
+    found = [environment.step(task(tests), [says(f"def f(x): return {body}")], 0) for body in ("x", "3")]
+    assert [(step.reward, step.right) for step in found] == [(1.0, True), (0.5, False)]
+
+
 def test_rewards_that_are_named_are_the_only_ones() -> None:
     """The schema's default is merged into what a recipe says: it must not bring the answer into a run on noise."""
     recipe = load_recipe(["recipe=rl/k3-tiny", "rl.environments=[{tasks: x, rewards: {noise: 1.0}}, {tasks: x}]"])

@@ -114,6 +114,42 @@ def test_pausing_changes_no_token(model: torch.nn.Module, keep: bool, rows: int)
     assert engine._generator.states.pool.in_use == 0
 
 
+def test_resumed_samples_share_their_prompt(model: torch.nn.Module) -> None:
+    """Samples of a group that go on, or have not begun, compute the prompt once and then each its own tokens; texts are
+    those of an undisturbed run."""
+    from k3train.rollout.local import LocalEngine
+
+    jobs = [*works(1, 21, samples=4), *works(2, 5, samples=1)]
+    undisturbed = LocalEngine(model, VOCAB)
+    undisturbed.submit(jobs)
+    expected = finish(undisturbed, {})
+    engine = LocalEngine(model, VOCAB, max_rows=3, record_experts=True)
+    engine.submit(jobs)
+    said = finish(engine, {}, polls=4)
+    assert [len(said.get(work.key, [])) for work in jobs] == [4, 4, 4, 0, 0]
+    engine.pause()
+    seen: list[int] = []
+    hook = model.register_forward_pre_hook(lambda _, args: seen.append(args[0].numel()))
+    engine._generator.max_rows = 32
+    before = engine.counters()["prefilled_tokens"]
+    try:
+        engine.submit([resumed(work, said.get(work.key, [])) for work in jobs])
+        pieces = engine.poll()
+    finally:
+        hook.remove()
+    # What all four have in common: the prompt. One has nothing behind it; the other group shares its forward pass.
+    assert seen == [21, 3 * 4 + 5]
+    assert engine.counters()["prefilled_tokens"] - before == sum(seen)
+    by_key = {piece.key: piece for piece in pieces}
+    assert [len(by_key[work.key].experts) for work in jobs] == [25, 25, 25, 21, 5]
+    for piece in pieces:
+        said.setdefault(piece.key, []).append(piece)
+    finish(engine, said)
+    for key, whole in expected.items():
+        assert [p.token for p in said[key]] == [p.token for p in whole]
+        assert [p.logprob for p in said[key]] == pytest.approx([p.logprob for p in whole], abs=1e-4)
+
+
 def test_a_second_turn_computes_only_what_is_new(model: torch.nn.Module) -> None:
     """After a first answer, tool output is appended: the states go on, and the text equals that of a fresh prefill."""
     from dataclasses import replace

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import threading
 from collections.abc import Sequence
@@ -16,6 +17,7 @@ from k3train.rl.effort import Budgets, tau_at
 from k3train.rl.environments import Environment, Step
 from k3train.rl.rollouts import Rollouts
 from k3train.rl.sources import Source
+from k3train.rl.whole import WholeAnswers
 from k3train.rollout.engine import Key, Piece, Work
 from k3train.rollout.tasks import Task
 
@@ -215,6 +217,53 @@ def test_several_turns() -> None:
     assert engine.submitted[6].context == (*group.prompt, *sample.tokens[:5])
 
 
+def test_whole_answers_stand_beside_the_queue() -> None:
+    """Named tasks, through the environment, whatever is in flight: lengths count all messages, groups keep the order
+    asked for, nothing of it stays in the queue or its counters, and no budget holds them."""
+    queue, engine = rollouts(Asks(by_length), finish_fraction=0.5, max_staleness=5), Scripted({(0, 0): 40})
+    engine.length |= {(0, n): 3 for n in (1, 2)}
+    queue.collect(engine, 0)
+    before = json.dumps(queue.state_dict())
+    config = dataclasses.replace(queue.config, effort=EffortConfig(counts="output", override=-1.0))
+    whole = WholeAnswers(config, queue.sources, Chat(), 3, 64, lambda action: action(), samples=2)
+    engine = Scripted(failing=frozenset({(-2, 1)}))
+    original = engine.submit
+    engine.submit = lambda works: original(works) or engine.length.update({w.key: w.drawn + 3 for w in works})
+    beats: list[int] = []
+    whole.touch.seconds = 0.0
+    groups = whole.answers(engine, [(0, 4), (0, 1), (0, 2)], 7, lambda: beats.append(1))
+    assert [(g.uid, g.task, g.prompt) for g in groups] == [(-4, 4, [1000, 4]), (-3, 1, [1000, 1]), (-2, 2, [1000, 2])]
+    assert [whole.used(g, s) for g in groups for s in g.samples if s.finish != "failed"] == [9] * 5
+    assert [s.finish for s in groups[2].samples] == ["stop", "failed"]
+    assert {v for g in groups for s in g.samples for v in s.versions} == {7, -1}
+    assert len(beats) > 3
+    assert json.dumps(queue.state_dict()) == before
+    budgets = Budgets(config.effort)
+    # No task of these states an effort, so none is measured.
+    with pytest.raises(UserError, match="all answers of the start model failed"):
+        budgets.measure(engine, whole, 0, lambda number: None)
+    stating = [Source(tasks(effort="low"), Asks(by_length), seconds=60)]
+    whole = WholeAnswers(config, stating, Chat(), 3, 64, lambda action: action(), samples=2)
+    engine.failing = frozenset({(-6, 0), (-6, 1), (-5, 1)})
+    assert budgets.measure(engine, whole, 0, lambda number: None) == 1
+    assert budgets.base == {(0, n): 9.0 for n in range(1, 5)}
+
+
+def test_a_restart_draws_what_is_in_flight_anew() -> None:
+    queue, engine = rollouts(finish_fraction=0.5, max_staleness=5), Scripted({(0, 1): 12, (1, 0): 9})
+    queue.collect(engine, 0)
+    [group] = queue.groups
+    drawn, engine.released = [s.drawn for s in group.samples], []
+    assert queue.restart(engine) == sum(drawn) > 0
+    assert set(engine.released) == {(0, 0), (0, 1), (0, 2)}
+    queue.config.rollout.finish_fraction = 1.0
+    found = next(g for g in queue.collect(Scripted({(0, 1): 6}), 1) if g.uid == 0)
+    assert (found.task, found.prompt) == (group.task, group.prompt)
+    assert {v for s in found.samples for v in s.versions} == {1}
+    assert [s.drawn for s in found.samples] == [3, 6, 3]
+    assert queue.metrics()["total_dropped_tokens"] == sum(drawn)
+
+
 def test_a_reply_without_room_ends_the_sample() -> None:
     queue = rollouts(Asks(by_length), max_new_tokens=5)
     [group, _] = queue.collect(Scripted(), 0)
@@ -285,8 +334,8 @@ def test_effort_budgets() -> None:
     assert [tau_at(config, "low", step) for step in (0, 9, 10, 99)] == [9.0, 9.0, 0.5, 0.5]
     assert tau_at(config, None, 0) is None
     budgets = Budgets(config)
-    budgets.learn(0, 3, [4, 10, 6], [1.0, 0.0, 1.0])
-    budgets.learn(0, 4, [1, 1], [0.0, 0.0])
+    budgets.learn(0, 3, [4, 10, 6], [True, False, True])
+    budgets.learn(0, 4, [1, 1], [False, False])
     assert budgets.budget(0, 3, "low", 12) == 2.5
     assert budgets.budget(0, 4, "max", 12) == 4.0
     assert budgets.budget(0, 9, "max", 12) is None
@@ -343,9 +392,7 @@ def test_groups_without_signal_are_left_out_where_asked() -> None:
     from k3train.rl.trajectory import Group, Trajectory
 
     def group(uid: int, *rewards: float | None) -> Group:
-        samples = [
-            Trajectory([21], [-0.5], [5], finish="failed" if r is None else "stop", reward=r) for r in rewards
-        ]
+        samples = [Trajectory([21], [-0.5], [5], finish="failed" if r is None else "stop", reward=r) for r in rewards]
         return Group(uid, 0, 0, [7, 8], 5, samples)
 
     groups = [group(0, 1.0, 1.0), group(1, 0.0, 1.0, None), group(2, 0.0, 0.0, None)]

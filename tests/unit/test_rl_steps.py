@@ -14,12 +14,14 @@ import torch
 from saved_weights import VOCAB, recipe
 from test_rl_rollouts import Chat, Scripted, by_length, rollouts, tasks
 
-from k3train.config.rl import RLConfig, RolloutConfig
+from k3train.config.rl import EffortConfig, RLConfig, RolloutConfig
 from k3train.data.chat.parse import Completion
 from k3train.rl import calls as calls_module
+from k3train.rl.effort import Budgets
 from k3train.rl.environments import Environment, Step
 from k3train.rl.rollouts import Rollouts
 from k3train.rl.sources import Source
+from k3train.rl.whole import WholeAnswers
 from k3train.rollout.engine import Piece, Work
 from k3train.rollout.tasks import Task
 
@@ -166,51 +168,32 @@ def test_with_a_server_answers_are_taken_up_as_they_come() -> None:
     assert all(s.reward == 2.0 for g in groups.values() for s in g.samples if len(s.turns) == 2)
 
 
+def whole(of: list[Task], samples: int) -> WholeAnswers:
+    config = RLConfig(effort=EffortConfig(enabled=True, counts="output", least=1))
+    sources = [Source(of, Environment(by_length))]
+    answers = WholeAnswers(config, sources, Chat(), 3, 64, lambda action: action(), samples)
+    answers.touch.seconds = 0.0
+    return answers
+
+
 def test_budgets_are_measured_of_tasks_that_state_an_effort() -> None:
     """The others have none, so the start model is not asked about them; each task keeps its number."""
-    from types import SimpleNamespace
-
-    from k3train.config.rl import EffortConfig
-    from k3train.rl.effort import Budgets
-    from k3train.stages.rl import RLStage
-
     mixed = [task for pair in zip(tasks(3, effort="low"), tasks(3)) for task in pair]
-    effort = EffortConfig(enabled=True, counts="output", least=1)
-    queue = SimpleNamespace(
-        sources=[Source(mixed, Environment(by_length))],
-        prompt=lambda conversation: (int(conversation.messages[0]["content"][0]),),
-    )
-    stage = SimpleNamespace(
-        rollouts=queue,
-        rl=RLConfig(effort=effort),
-        config=SimpleNamespace(train=SimpleNamespace(seed=1)),
-        budgets=Budgets(effort),
-        chat=Chat(),
-        _refresh=lambda version: None,
-        _answers=lambda prompts, sampling, version, samples, doing: [[[1] * (p[0] + 2)] * samples for p in prompts],
-    )
-    RLStage._measure_budgets(stage, 0)
-    assert stage.budgets.base == {(0, 0): 2.0, (0, 2): 3.0, (0, 4): 4.0}
+    answers = whole(mixed, 4)
+    engine = Scripted({(-4 + n, sample): n + 2 for n in range(4) for sample in range(4)})
+    budgets = Budgets(answers.config.effort)
+    assert budgets.measure(engine, answers, 0, lambda number: None) == 0
+    assert budgets.base == {(0, 0): 2.0, (0, 2): 3.0, (0, 4): 4.0}
+    assert len(engine.submitted) == 12
 
 
 def test_each_answer_to_a_task_is_progress() -> None:
     """Budgets are measured of all tasks within one step: their number must not decide whether that is a hang."""
-    from types import SimpleNamespace
-
-    from k3train.rollout.sampling import SamplingConfig
-    from k3train.stages.rl import RLStage
-
-    beats: list[tuple[int, str]] = []  # the tokens that were drawn before, and what is done
+    beats: list[int] = []  # the tokens that were drawn before
     engine = Scripted({(-3, 0): 2, (-3, 1): 4, (-2, 0): 4, (-2, 1): 7})
-    stage = SimpleNamespace(
-        engine=engine,
-        config=SimpleNamespace(train=SimpleNamespace(seq_length=64)),
-        chat=Chat(),
-        _trainer=SimpleNamespace(watchdog=SimpleNamespace(beat=lambda doing: beats.append((engine.made, doing)))),
-    )
-    found = RLStage._answers(stage, [(1,), (2,)], SamplingConfig(20), 0, 2, "the budgets")
-    assert [[len(tokens) for tokens in answers] for answers in found] == [[2, 4], [4, 7]]
-    assert beats == [(8, "the budgets"), (14, "the budgets"), (17, "the budgets")]
+    found = whole(tasks(2), 2).answers(engine, [(0, 0), (0, 1)], 0, lambda: beats.append(engine.made))
+    assert [[len(sample.tokens) for sample in group.samples] for group in found] == [[2, 4], [4, 7]]
+    assert sorted(set(beats)) == [4, 8, 11, 14, 15, 16, 17]
 
 
 class Waits(Environment):

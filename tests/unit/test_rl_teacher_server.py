@@ -164,8 +164,10 @@ def test_a_step_whose_samples_are_all_dropped_is_made_anew(teachers: tuple[Teach
         hosts[0].silent = len(made) < 3
         return [group(len(made), 0)]
 
-    rollouts = SimpleNamespace(collect=collect)
+    rollouts = SimpleNamespace(collect=collect, touch=SimpleNamespace())
+    config = SimpleNamespace(guards=SimpleNamespace(hang_minutes=None), run=SimpleNamespace(timeout_minutes=30.0))
     stage = SimpleNamespace(rollouts=rollouts, engine=None, _teachers=asked, _refresh=lambda version: None)
+    stage.config = config
     stage._trainer = SimpleNamespace(watchdog=SimpleNamespace(beat=beats.append))
     [found] = RLStage._collect(stage, 7)
     assert (found.uid, made, stage._scores) == (3, [7] * 3, {(3, 0): [-1.0, -1.0], (3, 1): [-1.0]})

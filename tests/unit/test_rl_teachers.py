@@ -143,7 +143,7 @@ def test_the_loss_of_a_batch_by_hand() -> None:
         ({"checkpoint": "a", "effort": "medium"}, {}, "rl.teachers.0.effort=medium"),
         ({"checkpoint": "a", "weight": 0.0}, {}, "rl.teachers.0.weight=0"),
         ({"checkpoint": "a", "host": "zero3"}, {"tensor": 2}, "parallel.tensor=2 cannot hold a teacher"),
-        ({"checkpoint": "a"}, {"pipeline": 2}, "parallel.pipeline=2 cannot hold a teacher"),
+        ({"checkpoint": "a", "host": "zero3"}, {"pipeline": 2}, "parallel.pipeline=2 cannot hold a teacher"),
     ],
 )
 def test_wrong_teachers_get_one_sentence(teacher: dict[str, Any], parallel: dict[str, int], words: str) -> None:
@@ -164,7 +164,7 @@ def test_environments_take_pairs_of_families_and_efforts(tmp_path: Any) -> None:
     leave the fingerprint of older runs."""
     import json
 
-    from k3train.rl.sources import fingerprint, held_out, make_sources
+    from k3train.rl.sources import evaluated, fingerprint, held_out, make_sources
 
     asked = [{"role": "user", "content": "what"}]
     rows = [
@@ -183,8 +183,19 @@ def test_environments_take_pairs_of_families_and_efforts(tmp_path: Any) -> None:
     sources = make_sources(config)
     assert [[task.id for task in source.tasks] for source in sources] == [["add-low"], ["sort-high"]]
     assert [task.id for task in held_out(config)] == ["add-low", "sort-high"]
+    shares, order = evaluated(config, sources)
+    assert [[task.id for task in share.tasks] for share in shares] == [["add-low"], ["sort-high"]]
+    assert [share.environment for share in shares] == [source.environment for source in sources]
+    assert order == [(0, 0), (1, 0)]
+    both = section({}, {})
+    assert evaluated(both, make_sources(both))[1] == [(0, 0), (0, 1), (0, 2), (0, 3)]  # the first takes them all
     with pytest.raises(UserError, match=r"of its own families=\['none'\]"):
         make_sources(section({"families": ["none"]}))
+    other = tmp_path / "other.jsonl"
+    other.write_text(json.dumps({**rows[0], "family": "other"}) + "\n")
+    config.eval_tasks = str(other)
+    with pytest.raises(UserError, match=r"other.jsonl has no task that an environment takes .* try rl.eval_tasks=null"):
+        evaluated(config, sources)
     tokenizer = SimpleNamespace(sha256="s")
     narrow, wide = section({"families": ["add"]}), section({})
     kept = make_sources(narrow)

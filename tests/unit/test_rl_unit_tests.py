@@ -11,7 +11,7 @@ from k3train.rl.unit_tests import passes
 
 WIRE = "k3train.rl.unit_tests_wire"
 LIMITS = Limits(seconds=60)  # a busy machine; what hangs has less
-RIGHT = '''
+RIGHT = """
 import math, collections, fractions
 class Point:
     def __init__(self, x, y): self.x, self.y = x, y
@@ -42,7 +42,7 @@ def counts(text): return collections.Counter(text)
 def nested(): return {"a": [1, (2.5, None)], "b": {3}, "c": b"x", "d": 10 ** 30, "e": 2 - 1j, "f": range(3)}
 def third(): return fractions.Fraction(1, 3)
 def first(items): return max(items)
-'''
+"""
 
 
 @pytest.mark.parametrize(

@@ -83,3 +83,28 @@ def test_checkpoints_that_are_no_folder_are_told_before_the_first_step(tmp_path:
 def test_metrics_that_nest_too_deep_are_passed_over(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text("[" * 200_000 + '\n{"kind": "train", "step": 1}\n', encoding="utf-8")
     assert [entry["step"] for entry in read_metrics(tmp_path)] == [1]
+
+
+def test_a_run_may_continue_with_servers_elsewhere_and_not_with_other_teachers(tmp_path: Path) -> None:
+    """A requeued job has its servers on other nodes, with other limits on what is done at a time."""
+    plain = startup.resolved(RecipeConfig())
+    teacher = {"checkpoint": None, "url": "http://node7:8000", "model": None, "family": "sort"}
+    plain["rl"]["teachers"] = [teacher]
+    moved = {
+        "rollout": {
+            **plain["rl"]["rollout"],
+            "url": "http://node9:8001",
+            "retries": 9,
+            "max_rows": 7,
+            "concurrency": 5,
+        },
+        "teachers": [{**teacher, "url": "http://node8:1"}],
+        "teachers_in_memory": 4,
+    }
+    here = {**plain, "rl": {**plain["rl"], **moved}, "distill": {**plain["distill"], "cache_dir": "/elsewhere"}}
+    assert startup._first_difference(plain, here) is None
+    for changes in ({"family": "add"}, {"url": None, "checkpoint": "runs/a"}):
+        other = {**plain["rl"], "teachers": [{**teacher, **changes}]}
+        assert startup._first_difference(plain, {**plain, "rl": other})[0] == "rl.teachers"
+    other = {**plain["rl"], "rollout": {**plain["rl"]["rollout"], "samples": 3}}
+    assert startup._first_difference(plain, {**plain, "rl": other})[0] == "rl.rollout.samples"

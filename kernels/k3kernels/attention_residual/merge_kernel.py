@@ -1,13 +1,17 @@
 """Attention Residuals' second phase: a row of the first and the block's running sum, by online softmax, in one pass."""
 
+import itertools
+from functools import partial
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from k3kernels.attention_residual.triton_kernel import folded_query, logit_of
-from k3kernels.compiled import Form
+from k3kernels.compiled import DTYPES, Form, launched, meta, named
 from k3kernels.rows import accumulating_programs, check_columns, warps_for
+from k3kernels.sizes import MICRO_BATCH, MODELS
 
 
 @triton.jit
@@ -125,20 +129,24 @@ def merge_backward(
     partials = torch.empty(programs, hidden, dtype=torch.float32, device=out.device)
     given = (x.contiguous() for x in (out, running_max, denominator, partial, query, norm_weight, grad_mixed))
     made = grad_out, grad_denominator, grad_partial, partials
-    merge_backward_kernel[(programs,)](*given, *made, rows, hidden, eps, BLOCK=block, num_warps=warps_for(block))
+    # 8 values a thread in fp32, whose loads take twice the registers.
+    warps = min(warps_for(block) * (2 if partial.dtype == torch.float32 else 1), 32)
+    merge_backward_kernel[(programs,)](*given, *made, rows, hidden, eps, BLOCK=block, num_warps=warps)
     return grad_out, grad_denominator, grad_partial, partials.sum(dim=0)
 
 
 def forms() -> list[Form]:
-    """Rows of 7168 channels, the running sum in bf16."""
-    hidden = 7168
-    fp32 = ("out", "highest", "denominators", "grad_out", "grad_denominators", "partials")
-    bf16 = ("query", "norm_weight", "partial", "grad_partial", "mixed", "grad_mixed")
-    numbers = {"rows": "i32", "hidden": "i32:16", "eps": "fp32"}
-    types = {**dict.fromkeys(fp32, "*fp32"), **dict.fromkeys(bf16, "*bf16"), **numbers}
-    constants = {"BLOCK": triton.next_power_of_2(hidden)}
-    warps = warps_for(constants["BLOCK"])
-    return [
-        Form(f"merge_forward, rows of {hidden}", merge_forward_kernel, types, constants, warps, 64),
-        Form(f"merge_backward, rows of {hidden}", merge_backward_kernel, types, constants, warps, 128),
-    ]
+    """Rows of the shipped models."""
+    calls = []
+    for model, dtype in itertools.product(MODELS, DTYPES):
+        label = f"rows of {model.hidden}, {named(dtype)}"
+        out, scalars, running = (
+            meta(MICRO_BATCH, model.hidden),
+            meta(MICRO_BATCH),
+            meta(MICRO_BATCH, model.hidden, dtype=dtype),
+        )
+        vector = meta(model.hidden, dtype=dtype)
+        given = out, scalars, scalars, running, vector, vector, 1e-5
+        calls.append((label, partial(merge_forward, *given)))
+        calls.append((label, partial(merge_backward, *given, running)))
+    return launched(calls, {merge_forward_kernel: (96, 16384), merge_backward_kernel: (128, 32768)})

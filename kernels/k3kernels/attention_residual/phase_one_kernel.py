@@ -6,7 +6,9 @@ Products of tiles are in fp32 by three products of tf32: logit margins are about
 gradient twice, for its alignment with the sources and for theirs, and over the sources once more for the queries'.
 """
 
+import itertools
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 import triton
@@ -14,12 +16,13 @@ import triton.language as tl
 from torch import Tensor
 
 from k3kernels.attention_residual.triton_kernel import pick
-from k3kernels.compiled import Form
+from k3kernels.compiled import DTYPES, Form, launched, meta, named
 from k3kernels.rows import accumulating_programs
+from k3kernels.sizes import MICRO_BATCH, MODELS
 
 TOKENS = 16  # of a tile that meets the queries
 CHUNK = 64  # channels of one step of its products
-HELD = 8192  # values of all sources together that a program holds
+HELD = 10240  # values that a program holds: of all sources together, and of two rows beside them
 
 
 @triton.jit
@@ -224,7 +227,7 @@ def _padded_queries(queries: int) -> int:
 
 def _piece(count: int, hidden: int) -> int:
     """Channels of a program that holds all sources."""
-    return min(max(triton.next_power_of_2(HELD // count + 1) // 2, 128), triton.next_power_of_2(hidden))
+    return min(max(triton.next_power_of_2(HELD // (count + 2) + 1) // 2, 128), triton.next_power_of_2(hidden))
 
 
 def phase_one_forward(bank: Sequence[Tensor], folded: Tensor, eps: float) -> tuple[Tensor, ...]:
@@ -240,7 +243,9 @@ def phase_one_forward(bank: Sequence[Tensor], folded: Tensor, eps: float) -> tup
     if not out.numel():
         return out, highest.fill_(0.0), denominators.fill_(count), logits, rstds
     sources, folded = tuple(source.contiguous() for source in bank), folded.contiguous()
-    sizes = {"QUERIES": _padded_queries(queries), "TOKENS": TOKENS, "CHUNK": CHUNK}
+    padded = _padded_queries(queries)
+    # Half a step where queries are few: with a whole one sm_90 spills, but for a single source, where half a one does.
+    sizes = {"QUERIES": padded, "TOKENS": TOKENS, "CHUNK": CHUNK if padded > 16 or count == 1 else CHUNK // 2}
     block_logits_kernel[(triton.cdiv(rows, TOKENS),)](
         sources, folded, logits, rstds, rows, hidden, queries, eps, COUNT=count, **sizes
     )
@@ -286,20 +291,30 @@ def phase_one_backward(
     return grads, partials.sum(dim=0)
 
 
+def _both_ways(bank: Sequence[Tensor], folded: Tensor) -> None:
+    out, highest, denominators, logits, rstds = phase_one_forward(bank, folded, 1e-5)
+    phase_one_backward(bank, folded, logits, rstds, highest, out, denominators)
+
+
 def forms() -> list[Form]:
-    """As many finished blocks as before K3's last, as many sublayers as its whole blocks have, 7168 channels, bf16."""
-    count, hidden, queries = 8, 7168, 24
-    of_sources = dict.fromkeys(("sources", "grad_sources"), ("*bf16",) * count)
-    fp32 = "folded logits rstds highest denominators grad_denominators along_query along_self partials out grad_out"
-    numbers = {"rows": "i32", "hidden": "i32:16", "queries": "i32", "eps": "fp32"}
-    types = {**of_sources, **dict.fromkeys(fp32.split(), "*fp32"), **numbers}
-    tile = {"COUNT": count, "QUERIES": _padded_queries(queries), "CHUNK": CHUNK}
-    tokens, piece = {**tile, "TOKENS": TOKENS}, {"COUNT": count, "BLOCK": _piece(count, hidden)}
-    name = f"{count} sources and {queries} queries of {hidden}"
-    return [
-        Form(f"block_logits, {name}", block_logits_kernel, types, tokens, 4, 192, 65536),
-        Form(f"block_sums, {name}", block_sums_kernel, types, piece, 4, 128),
-        Form(f"block_alignment, {name}", block_alignment_kernel, types, {**tile, "SLOTS": 8}, 4, 168, 65536),
-        Form(f"block_sources, {name}", block_sources_kernel, types, piece, 4, 168),
-        Form(f"block_queries, {name}", block_queries_kernel, types, tokens, 4, 168, 65536),
-    ]
+    """The first and the last block of the shipped models: the fewest and the most sources. No model calls it yet.
+
+    In fp32 K3's and k3-tiny's.
+    """
+    calls = []
+    for model, dtype in itertools.product(MODELS, DTYPES):
+        if dtype == torch.float32 and model.name not in ("k3", "k3-tiny"):
+            continue
+        last = (model.layers - 1) % model.block + 1
+        for count, layers in ((1, model.block), (model.sources - 1, last)):
+            label = f"{count} sources and {2 * layers} queries of {model.hidden}, {named(dtype)}"
+            bank, folded = [meta(MICRO_BATCH, model.hidden, dtype=dtype)] * count, meta(2 * layers, model.hidden)
+            calls.append((label, partial(_both_ways, bank, folded)))
+    limits = {
+        block_logits_kernel: (192, 65536),
+        block_sums_kernel: (128, 16384),
+        block_alignment_kernel: (168, 65536),
+        block_sources_kernel: (168, 16384),
+        block_queries_kernel: (168, 65536),
+    }
+    return launched(calls, limits)

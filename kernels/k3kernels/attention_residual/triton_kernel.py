@@ -6,15 +6,18 @@ logits again while it reads the sources for their alignment with the gradient, a
 from the cache (129 KB a token at K3's nine sources of 7168).
 """
 
+import itertools
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from k3kernels.compiled import Form
+from k3kernels.compiled import DTYPES, Form, launched, meta, named
 from k3kernels.rows import accumulating_programs, check_columns, warps_for
+from k3kernels.sizes import MICRO_BATCH, MODELS
 
 
 @triton.jit
@@ -42,8 +45,11 @@ def logit_of(value, folded, hidden, eps):
 
 
 @triton.jit
-def mix_forward_kernel(sources, query, norm_weight, out, hidden, eps, COUNT: tl.constexpr, BLOCK: tl.constexpr):
-    """out [rows, hidden] of `sources`, a tuple of COUNT tensors [rows, hidden]; one program a row."""
+def mix_forward_kernel(sources, query, norm_weight, out, hidden, eps, count, COUNT: tl.constexpr, BLOCK: tl.constexpr):
+    """out [rows, hidden] of `sources`, a tuple of COUNT tensors [rows, hidden]; one program a row.
+
+    `count` is COUNT where it counts a loop: of a constant LLVM unrolls the loop, loads all sources ahead, and spills.
+    """
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     valid = column < hidden
@@ -51,7 +57,7 @@ def mix_forward_kernel(sources, query, norm_weight, out, hidden, eps, COUNT: tl.
     highest = float("-inf")
     denominator = 0.0
     mixed = tl.zeros([BLOCK], tl.float32)
-    for i in range(COUNT):
+    for i in range(count):
         value = tl.load(pick(sources, i, COUNT) + row * hidden + column, mask=valid, other=0.0).to(tl.float32)
         logit, _ = logit_of(value, folded, hidden, eps)
         above = tl.maximum(highest, logit)
@@ -74,6 +80,7 @@ def mix_backward_kernel(
     rows,
     hidden,
     eps,
+    count,
     COUNT: tl.constexpr,
     SLOTS: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -96,7 +103,7 @@ def mix_backward_kernel(
         logits = tl.full([SLOTS], float("-inf"), tl.float32)
         rstds = tl.zeros([SLOTS], tl.float32)
         alignments = tl.zeros([SLOTS], tl.float32)
-        for i in range(COUNT):
+        for i in range(count):
             value = tl.load(pick(sources, i, COUNT) + row * hidden + column, mask=valid, other=0.0).to(tl.float32)
             logit, rstd = logit_of(value, folded, hidden, eps)
             logits = tl.where(slot == i, logit, logits)
@@ -107,7 +114,7 @@ def mix_backward_kernel(
         grad_logits = shares * (alignments - tl.sum(shares * alignments, axis=0))
         along_query = grad_logits * rstds
         along_self = -grad_logits * tl.where(slot < COUNT, logits, 0.0) * rstds * rstds / hidden
-        for i in range(COUNT):
+        for i in range(count):
             value = tl.load(pick(sources, i, COUNT) + row * hidden + column, mask=valid, other=0.0).to(tl.float32)
             share = tl.sum(tl.where(slot == i, shares, 0.0), axis=0)
             query_part = tl.sum(tl.where(slot == i, along_query, 0.0), axis=0)
@@ -134,6 +141,7 @@ def mix_forward(sources: Sequence[Tensor], query: Tensor, norm_weight: Tensor, e
             out,
             hidden,
             eps,
+            len(rows),
             COUNT=len(rows),
             BLOCK=block,
             num_warps=warps_for(block),
@@ -163,6 +171,7 @@ def mix_backward(
         rows[0].numel() // hidden,
         hidden,
         eps,
+        len(rows),
         COUNT=len(rows),
         SLOTS=triton.next_power_of_2(len(rows)),
         BLOCK=block,
@@ -172,22 +181,14 @@ def mix_backward(
 
 
 def forms() -> list[Form]:
-    """K3's output mix, the widest: eight blocks and the partial sum of 7168 channels, in bf16."""
-    count, hidden = 9, 7168
-    types = {
-        "sources": ("*bf16",) * count,
-        "grad_sources": ("*bf16",) * count,
-        **dict.fromkeys(("query", "norm_weight", "out", "grad_out"), "*bf16"),
-        "partials": "*fp32",
-        "rows": "i32",
-        "hidden": "i32:16",
-        "eps": "fp32",
-    }
-    block = triton.next_power_of_2(hidden)
-    constants = {"COUNT": count, "BLOCK": block}
-    warps = warps_for(block)
-    back = {**constants, "SLOTS": 16}
-    return [
-        Form("mix_forward, 9 sources of 7168", mix_forward_kernel, types, constants, warps, 64),
-        Form("mix_backward, 9 sources of 7168", mix_backward_kernel, types, back, warps, 128),
-    ]
+    """Every number of sources that a mix of the shipped models has; in fp32 (but k3-tiny) the fewest and the most."""
+    calls = []
+    for model, dtype in itertools.product(MODELS, DTYPES):
+        vector, source = meta(model.hidden, dtype=dtype), meta(MICRO_BATCH, model.hidden, dtype=dtype)
+        every = dtype == torch.bfloat16 or model.name == "k3-tiny"
+        for count in range(2, model.sources + 1) if every else (2, model.sources):
+            label = f"{count} sources of {model.hidden}, {named(dtype)}"
+            sources = [source] * count
+            calls.append((label, partial(mix_forward, sources, vector, vector, 1e-5)))
+            calls.append((label, partial(mix_backward, sources, vector, vector, 1e-5, source)))
+    return launched(calls, {mix_forward_kernel: (96, 16384), mix_backward_kernel: (128, 32768)})

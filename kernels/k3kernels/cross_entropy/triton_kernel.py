@@ -1,19 +1,25 @@
 """Cross-entropy of a vocabulary shard: one program a token walks its logits once, and once more for their gradient."""
 
+import itertools
+from functools import partial
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from k3kernels.compiled import Form
+from k3kernels.compiled import DTYPES, Form, launched, meta, named
 from k3kernels.rows import as_rows
+from k3kernels.sizes import MICRO_BATCH, MODELS
 
 BLOCK = 4096
 NUM_WARPS = 8
 
 
 @triton.jit
-def statistics_kernel(logits, labels, highest, total, target, columns, stride, vocab_start, BLOCK: tl.constexpr):
+def cross_entropy_statistics_kernel(
+    logits, labels, highest, total, target, columns, stride, vocab_start, BLOCK: tl.constexpr
+):
     """Each [rows] fp32: the greatest logit, the sum of exp(logit - greatest), and the label's logit or 0."""
     row = tl.program_id(0).to(tl.int64)
     logits += row * stride
@@ -35,7 +41,7 @@ def statistics_kernel(logits, labels, highest, total, target, columns, stride, v
 
 
 @triton.jit
-def gradient_kernel(
+def cross_entropy_gradient_kernel(
     logits, labels, log_total, grad_loss, grad, columns, stride, vocab_start, splits, BLOCK: tl.constexpr
 ):
     """grad [rows, columns] = (softmax - one at the label) times the loss's gradient; `splits` programs a row."""
@@ -59,7 +65,7 @@ def shard_statistics(logits: Tensor, labels: Tensor, vocab_start: int) -> tuple[
     highest, total, target = (torch.empty(labels.shape, dtype=torch.float32, device=logits.device) for _ in range(3))
     if labels.numel():
         rows = as_rows(logits)
-        statistics_kernel[(len(rows),)](
+        cross_entropy_statistics_kernel[(len(rows),)](
             rows,
             labels.contiguous(),
             highest,
@@ -81,7 +87,7 @@ def shard_gradient(logits: Tensor, labels: Tensor, log_total: Tensor, vocab_star
         rows = as_rows(logits)
         block = _block(rows.shape[1])
         splits = triton.cdiv(rows.shape[1], block)
-        gradient_kernel[(len(rows) * splits,)](
+        cross_entropy_gradient_kernel[(len(rows) * splits,)](
             rows,
             labels.contiguous(),
             log_total.contiguous(),
@@ -98,15 +104,17 @@ def shard_gradient(logits: Tensor, labels: Tensor, log_total: Tensor, vocab_star
 
 
 def forms() -> list[Form]:
-    """K3's vocabulary of 163840, or a multiple-of-16 shard of it, in bf16."""
-    types = {
-        **dict.fromkeys(("logits", "grad"), "*bf16"),
-        **dict.fromkeys(("highest", "total", "target", "log_total", "grad_loss"), "*fp32"),
-        "labels": "*i64",
-        **dict.fromkeys(("columns", "stride"), "i32:16"),
-        **dict.fromkeys(("vocab_start", "splits"), "i32"),
-    }
-    return [
-        Form(f"cross_entropy_{name}", kernel, types, {"BLOCK": BLOCK}, NUM_WARPS, 64, 1024)
-        for name, kernel in (("statistics", statistics_kernel), ("gradient", gradient_kernel))
-    ]
+    """The shipped models' vocabularies, whole or the second of eight shards."""
+    calls = []
+    for model, dtype, shards in itertools.product(MODELS, DTYPES, (1, 8)):
+        columns = model.vocab // shards
+        logits, labels, scalars = (
+            meta(MICRO_BATCH, columns, dtype=dtype),
+            meta(MICRO_BATCH, dtype=torch.int64),
+            meta(MICRO_BATCH),
+        )
+        start = 0 if shards == 1 else columns
+        label = f"{columns} of the vocabulary, {named(dtype)}"
+        calls.append((label, partial(shard_statistics, logits, labels, start)))
+        calls.append((label, partial(shard_gradient, logits, labels, scalars, start, scalars)))
+    return launched(calls, dict.fromkeys((cross_entropy_statistics_kernel, cross_entropy_gradient_kernel), (64, 1024)))

@@ -4,13 +4,17 @@ The same arithmetic on the bits of fp32 as in `reference.py`, to the last bit. A
 registers; what leaves it is written once.
 """
 
+import itertools
+from functools import partial
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from k3kernels.compiled import Form
-from k3kernels.mx.formats import BLOCK, E2M1, E4M3, Element
+from k3kernels.compiled import DTYPES, Form, launched, meta, named
+from k3kernels.mx.formats import BLOCK, E2M1, E4M3, RULES, Element
+from k3kernels.sizes import K3, MICRO_BATCH, MODELS
 
 GROUPS = 32  # blocks a program: 4 values a thread
 NUM_WARPS = 8
@@ -210,13 +214,19 @@ def quantize_dequantize_triton(values: Tensor, element: Element, rule: str, nois
     return out
 
 
+def _room(values: Tensor, element: Element) -> tuple[Tensor, Tensor]:
+    """For the codes and the scales of these values."""
+    _, a_row, columns = _groups(values.shape)
+    width = columns // 2 if element == E2M1 else columns
+    shapes = (*values.shape[:-1], width), (*values.shape[:-1], a_row)
+    return tuple(torch.empty(shape, dtype=torch.uint8, device=values.device) for shape in shapes)
+
+
 def quantize_triton(values: Tensor, element: Element, rule: str, noise: Tensor | None) -> tuple[Tensor, Tensor]:
     """See :func:`k3kernels.mx.quantize`."""
     values = values.contiguous()
     number, a_row, columns = _groups(values.shape)
-    width = columns // 2 if element == E2M1 else columns
-    codes = torch.empty(*values.shape[:-1], width, dtype=torch.uint8, device=values.device)
-    scales = torch.empty(*values.shape[:-1], a_row, dtype=torch.uint8, device=values.device)
+    codes, scales = _room(values, element)
     if number:
         quantize_kernel[(triton.cdiv(number, GROUPS),)](
             values,
@@ -259,28 +269,20 @@ def dequantize_triton(codes: Tensor, scales: Tensor, element: Element, dtype: to
 
 
 def forms() -> list[Form]:
-    """MXFP8 of experts' inputs and MXFP4 of their weights, in bf16; rounding from noise, which holds more registers."""
-    types = {
-        **dict.fromkeys(("values", "out"), "*bf16"),
-        **dict.fromkeys(("codes", "scales"), "*u8"),
-        **dict.fromkeys(("num_groups", "groups_a_row", "columns"), "i32"),
-        "noise": "*fp32",
-    }
-    chosen = (
-        (quantize_dequantize_kernel, E4M3),
-        (quantize_kernel, E2M1),
-        (quantize_kernel, E4M3),
-        (dequantize_kernel, E2M1),
-    )
-    found = []
-    for kernel, element in chosen:
-        constants = {
-            **element_constants(element, "round_up"),
-            "STOCHASTIC": True,
-            "BITS": element.bits,
-            "GROUPS": GROUPS,
-        }
-        constants = {name: value for name, value in constants.items() if name in kernel.arg_names}
-        name = f"mx {kernel.__name__.removesuffix('_kernel')}, {element.name}"
-        found.append(Form(name, kernel, types, constants, NUM_WARPS, 128))
-    return found
+    """Rows of experts' inputs and weights: every element, rule, dtype and rounding, to nearest as training does."""
+    calls = []
+    for model, element, dtype in itertools.product(MODELS, (E2M1, E4M3), DTYPES):
+        for width, rule, random in itertools.product((model.latent, model.expert), RULES, (False, True)):
+            if rule != RULES[0] and (model != K3 or random):  # a rule is but another number
+                continue
+            values = meta(MICRO_BATCH, width, dtype=dtype)
+            noise = meta(MICRO_BATCH, width) if random else None
+            how = f"{rule}{', random' if random else ''}"
+            label = f"mx, rows of {width}, {element.name}, {how}, {named(dtype)}"
+            calls.append((label, partial(quantize_dequantize_triton, values, element, rule, noise)))
+            calls.append((label, partial(quantize_triton, values, element, rule, noise)))
+            codes, scales = _room(values, element)
+            label = f"mx, rows of {width}, {element.name}, {named(dtype)}"
+            calls.append((label, partial(dequantize_triton, codes, scales, element, dtype)))
+    kernels = quantize_dequantize_kernel, quantize_kernel, dequantize_kernel
+    return launched(calls, dict.fromkeys(kernels, (128, 16384)))

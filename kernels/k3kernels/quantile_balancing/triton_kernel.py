@@ -4,14 +4,18 @@ The margins [m, n_experts] are never written; what leaves the kernel are k indic
 counts by atomic addition, whose sums do not depend on their order.
 """
 
+import itertools
+from functools import partial
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from k3kernels.compiled import Form
+from k3kernels.compiled import Form, launched, meta
 from k3kernels.quantile_balancing.histogram import histogram_bounds
 from k3kernels.quantile_balancing.spacing import log_bins
+from k3kernels.sizes import MICRO_BATCH, MODELS
 
 # One warp a token: the k + 1 reductions over its experts then need no barrier.
 NUM_WARPS = 1
@@ -133,23 +137,14 @@ def select_and_count_triton(
 
 
 def forms() -> list[Form]:
-    """K3's 896 experts, counted in even and in logarithmic bins, with padding."""
-    types = {
-        **dict.fromkeys(("scores", "bias", "low", "bins_per_unit", "cutoff"), "*fp32"),
-        **dict.fromkeys(("base", "counts"), "*i32"),
-        **dict.fromkeys(("num_experts", "num_bins", "half", "shift", "k"), "i32"),
-        "padding": "*u8",
-        "indices": "*i64",
-    }
-    constants = {"BLOCK": 1024, "COUNT": True, "PADDED": True}
-    return [
-        Form(
-            f"select_and_count, {'log' if log else 'even'} bins",
-            select_and_count_kernel,
-            types,
-            {**constants, "LOG": log},
-            NUM_WARPS,
-            most_shared=4096,
-        )
-        for log in (False, True)
-    ]
+    """The shipped models' experts: counted in even bins, in logarithmic ones or not at all, with padding or without."""
+    calls = []
+    for model, how, padded in itertools.product(MODELS, ("uniform", "log", None), (False, True)):
+        scores, bias = meta(MICRO_BATCH, model.experts), meta(model.experts)
+        counts = None if how is None else meta(model.experts, model.bins, dtype=torch.int32)
+        padding = meta(MICRO_BATCH, dtype=torch.bool) if padded else None
+        bins = {"uniform": "even bins", "log": "log bins", None: "no bins"}[how]
+        label = f"{model.top_k} of {model.experts} experts, {bins}{', padding' if padded else ''}"
+        given = scores, bias, model.top_k, counts, padding, how or "uniform"
+        calls.append((label, partial(select_and_count_triton, *given)))
+    return launched(calls, {select_and_count_kernel: (255, 4096)})

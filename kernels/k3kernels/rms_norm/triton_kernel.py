@@ -4,13 +4,17 @@ The backward's programs take their tiles of rows in turn and keep a sum for the 
 up in the same order on every run.
 """
 
+import itertools
+from functools import partial
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from k3kernels.compiled import Form
+from k3kernels.compiled import DTYPES, Form, launched, meta, named
 from k3kernels.rows import accumulating_programs, as_rows, check_columns, warps_for
+from k3kernels.sizes import K3, MICRO_BATCH, MODELS
 
 TILE = 2048  # values a program holds of each tensor where rows are shorter than that: 8 a thread
 NUM_WARPS = 8
@@ -103,7 +107,7 @@ def _tile(columns: int) -> tuple[int, int, int]:
     """Rows and columns of a program's tile, and its warps."""
     block = triton.next_power_of_2(columns)
     rows = max(TILE // block, 1)
-    return rows, block, NUM_WARPS if rows > 1 else warps_for(block)
+    return rows, block, max(NUM_WARPS, warps_for(block))
 
 
 def norm_forward(x: Tensor, gate: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -168,28 +172,17 @@ def norm_backward(
 
 
 def forms() -> list[Form]:
-    """KDA's output norm (heads of 128, fp32 weight) and a sublayer's input norm (7168), in bf16."""
-    strides = dict.fromkeys(("columns", "x_stride", "gate_stride"), "i32:16")
-    types = {
-        **dict.fromkeys(("x", "gate", "out", "grad_out", "grad_x", "grad_gate"), "*bf16"),
-        **dict.fromkeys(("rstds", "partials"), "*fp32"),
-        **strides,
-        "rows": "i32",
-        "eps": "fp32",
-    }
-    found = []
-    for columns, gated in ((128, True), (7168, False)):
-        rows, block, warps = _tile(columns)
-        for kernel in (norm_forward_kernel, norm_backward_kernel):
-            found.append(
-                Form(
-                    f"{kernel.__name__.removesuffix('_kernel')}{', gated' if gated else ''}, rows of {columns}",
-                    kernel,
-                    {**types, "weight": "*fp32" if gated else "*bf16"},
-                    {"GATED": gated, "ROWS": rows, "BLOCK": block},
-                    warps,
-                    most_registers=128,
-                    most_shared=32768,
-                )
-            )
-    return found
+    """Sublayers, latents and KDA's heads of the shipped models; in K3 (bf16) also an odd number of tokens, and one."""
+    calls = []
+    for model, dtype in itertools.product(MODELS, DTYPES):
+        numbers = MICRO_BATCH, MICRO_BATCH - 1, 1
+        for tokens in numbers if model == K3 and dtype == torch.bfloat16 else numbers[:1]:
+            shapes = [((tokens, width), False) for width in model.normed]
+            for shape, gated in (*shapes, ((tokens, model.heads, model.head), True)):
+                x, weight = meta(*shape, dtype=dtype), meta(shape[-1], dtype=torch.float32 if gated else dtype)
+                rows = "" if tokens == MICRO_BATCH else f" {x.numel() // shape[-1]}"
+                label = f"{'gated,' if gated else 'plain,'}{rows} rows of {shape[-1]}, {named(dtype)}"
+                gate, rstds = x if gated else None, meta(*shape[:-1])
+                calls.append((label, partial(norm_forward, x, gate, weight, 1e-5)))
+                calls.append((label, partial(norm_backward, x, gate, weight, rstds, x)))
+    return launched(calls, dict.fromkeys((norm_forward_kernel, norm_backward_kernel), (128, 32768)))

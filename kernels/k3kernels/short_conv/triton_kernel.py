@@ -5,13 +5,17 @@ is padded or gathered. The taps' shifted readings of the input meet in the cache
 pre-activation of the tokens ahead again, W times W products, in place of writing it.
 """
 
+import itertools
+from functools import partial
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from k3kernels.compiled import Form
+from k3kernels.compiled import DTYPES, Form, launched, meta, named
 from k3kernels.rows import as_rows
+from k3kernels.sizes import K3, MICRO_BATCH, MODELS
 
 TOKENS = 32
 CHANNELS = 64
@@ -317,34 +321,21 @@ def conv_backward(
 
 
 def forms() -> list[Form]:
-    """K3's: four fp32 taps, bf16 inputs, SiLU, packed documents; with histories where context is parallel."""
-    types = {
-        **dict.fromkeys(("x", "y", "state", "grad_y", "grad_x"), "*bf16"),
-        **dict.fromkeys(("weight", "partials"), "*fp32"),
-        "cu_seqlens": "*i64",
-        **dict.fromkeys(("channels", "stride"), "i32:16"),
-        **dict.fromkeys(("tokens", "num_documents", "length", "halvings"), "i32"),
-    }
-    constants = {"W": 4, "SILU": True, "PACKED": True, "TOKENS": TOKENS, "CHANNELS": CHANNELS}
-    back = {"TAPS": 4, "TILES": TILES}
-    return [
-        Form("conv_forward, 4 taps", conv_forward_kernel, types, {**constants, "STATE": False}, NUM_WARPS, 128, 8192),
-        Form(
-            "conv_backward, 4 taps",
-            conv_backward_kernel,
-            types,
-            {**constants, **back, "STATE": False},
-            NUM_WARPS,
-            200,
-            8192,
-        ),
-        Form(
-            "conv_backward, 4 taps and histories",
-            conv_backward_kernel,
-            types,
-            {**constants, **back, "STATE": True},
-            NUM_WARPS,
-            255,
-            8192,
-        ),
-    ]
+    """KDA's taps in fp32: documents packed or rows, with SiLU or without, with histories (context parallel) or not."""
+    calls = []
+    flags = itertools.product(MODELS, DTYPES, (None, 1, 7, 16), (False, True), (True, False))
+    for model, dtype, documents, histories, silu in flags:
+        # No model is without SiLU; of documents fp32 is no other matter.
+        if (not silu and (histories or model != K3)) or (dtype == torch.float32 and documents in (1, 16)):
+            continue
+        channels = model.heads * model.head
+        x, weight = meta(MICRO_BATCH, channels, dtype=dtype), meta(channels, model.taps)
+        edges = None if documents is None else meta(documents + 1, dtype=torch.int64)
+        state = meta(documents or 1, channels, model.taps - 1, dtype=dtype) if histories else None
+        packed = "rows" if documents is None else f"{documents} documents"
+        ends = [*(["histories"] if histories else []), *([] if silu else ["no SiLU"]), named(dtype)]
+        label = f"{packed} of {channels} channels, {', '.join(ends)}"
+        given = x, weight, state, edges, MICRO_BATCH, silu
+        calls.append((label, partial(conv_forward, *given)))
+        calls.append((label, partial(conv_backward, *given, x)))
+    return launched(calls, {conv_forward_kernel: (128, 8192), conv_backward_kernel: (255, 8192)})

@@ -4,13 +4,17 @@ One program holds one row, or a part of it, and reads gate and up where one proj
 result is written. The backward writes the gradients of both halves into one tensor and computes the activation again.
 """
 
+import itertools
+from functools import partial
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from k3kernels.compiled import Form
+from k3kernels.compiled import DTYPES, Form, launched, meta, named
 from k3kernels.rows import as_rows
+from k3kernels.sizes import MICRO_BATCH, MODELS
 
 BLOCK = 1024  # columns at a time: 8 values a thread, 16 bytes of bf16
 NUM_WARPS = 4
@@ -199,25 +203,17 @@ def glu_backward(
 
 
 def forms() -> list[Form]:
-    """A routed expert of K3 (3072 wide, weighted before w2) and the shared experts (6144, no weights), in bf16."""
-    tensors = ("gate", "up", "out", "grad_out", "grad_gate", "grad_up")
-    sizes = dict.fromkeys(("columns", "gate_stride", "up_stride", "grad_stride"), "i32:16")
-    types = {
-        **dict.fromkeys(tensors, "*bf16"),
-        **dict.fromkeys(("weights", "grad_weights"), "*fp32"),
-        **sizes,
-        "splits": "i32",
-        **dict.fromkeys(("beta", "linear_beta"), "fp32"),
-    }
-    return [
-        Form(
-            f"{kernel.__name__.removesuffix('_kernel')}, SiTU{', weighted' if weighted else ''}",
-            kernel,
-            types,
-            {"SITU": True, "WEIGHTED": weighted, "BLOCK": BLOCK},
-            NUM_WARPS,
-            most_registers=96,
-            most_shared=1024,
-        )
-        for kernel, weighted in ((glu_forward_kernel, True), (glu_backward_kernel, True), (glu_backward_kernel, False))
-    ]
+    """Routed experts of the shipped models, weighted before w2 or (K3) not, and dense and shared networks."""
+    calls = []
+    for model, dtype, situ in itertools.product(MODELS, DTYPES, (True, False)):
+        if not situ and dtype == torch.float32:  # SwiGLU is in no recipe
+            continue
+        end = f"{'SiTU' if situ else 'SwiGLU'}, {named(dtype)}"
+        settings = situ, 4.0, 25.0
+        fused = meta(MICRO_BATCH, 2 * model.expert, dtype=dtype).chunk(2, dim=-1)
+        apart = [(meta(MICRO_BATCH, width, dtype=dtype),) * 2 for width in (model.shared * model.expert, model.dense)]
+        for halves, weights in ((fused, meta(MICRO_BATCH)), *((halves, None) for halves in (fused, *apart))):
+            label = f"{halves[0].shape[1]} wide{'' if weights is None else ' and weighted'}, {end}"
+            calls.append((label, partial(glu_forward, *halves, weights, *settings)))
+            calls.append((label, partial(glu_backward, *halves, weights, halves[0], *settings)))
+    return launched(calls, dict.fromkeys((glu_forward_kernel, glu_backward_kernel), (96, 1024)))
