@@ -105,7 +105,7 @@ class Sandbox:
             "shown": _shown(),
         }
         self._held: dict[str, Any] = {"network": "hook", "files": "hook", "pid": 0}
-        self._said = b""
+        self._said, self._told, self._over = b"", False, False
         self._inner: int | None = None  # the first process in the namespace, as a descriptor
 
     def __enter__(self) -> Sandbox:
@@ -152,12 +152,14 @@ class Sandbox:
 
     def _await_start(self, seconds: float) -> bool:
         """Read what holds, then that the program begins: a busy machine takes its time to start an interpreter."""
-        until = time.monotonic() + seconds
+        until, poll = time.monotonic() + seconds, select.poll()  # not select: it takes no numbers beyond 1023
+        poll.register(self._report, select.POLLIN)
         while self._said.count(b"\n") < 2:
-            ready, _, _ = select.select([self._report], [], [], max(0.0, until - time.monotonic()))
+            ready = poll.poll(max(0.0, 1000 * (until - time.monotonic())))
             more = os.read(self._report, 4096) if ready else b""
             self._said += more
-            if self._said.count(b"\n") and self._inner is None:
+            if self._said.count(b"\n") and not self._told:
+                self._told = True
                 self._held = json.loads(self._said.partition(b"\n")[0])
                 if self._held["pid"]:
                     with contextlib.suppress(ProcessLookupError):
@@ -189,6 +191,9 @@ class Sandbox:
 
     def _end(self) -> None:
         """Kill all of it: with the first process of a namespace, all others; the session of the child besides."""
+        if self._over:
+            return  # a number of a process that has ended may be another's by now
+        self._over = True
         self._await_start(0.0)  # its first process may have begun in the meantime
         if self._inner is not None:
             with contextlib.suppress(ProcessLookupError):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import resource
 import select
 import socket
 import time
@@ -88,6 +89,22 @@ def _like(status: str, output: str) -> object:
             return 0
 
     return Like()
+
+
+def test_descriptors_of_any_number() -> None:
+    """As of a rank with many connections: the report's has a number beyond 1023."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if most != resource.RLIM_INFINITY and most < 1200:
+        pytest.skip("this system gives no more than 1,024 descriptors")
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(before[0], 1200), before[1]))
+    held = [os.open(os.devnull, os.O_RDONLY) for _ in range(1050)]
+    try:
+        assert run_python("print(1)", PATIENT).output == "1\n"
+    finally:
+        for descriptor in held:
+            os.close(descriptor)
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
 
 def test_memory_files_and_output() -> None:
