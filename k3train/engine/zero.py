@@ -18,6 +18,7 @@ from megatron.core import parallel_state
 
 from k3train.config.schema import OptimConfig, RecipeConfig
 from k3train.engine.library import describe, load_deepspeed, prepare_for_zero, shard_parameters, zero_config
+from k3train.engine.reports import Reports, averages
 from k3train.model.build import build_chunks
 from k3train.model.experts import weights_changed
 from k3train.model.packing import Packing
@@ -25,7 +26,6 @@ from k3train.optim.build import build_schedule
 from k3train.optim.policy import Treatment, apply_policy, optimizer_table
 from k3train.parallel.pieces import pieces
 from k3train.platform import Platform
-from k3train.train.reports import Reports, averages
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 Batch = dict[str, torch.Tensor]

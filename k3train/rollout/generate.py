@@ -15,8 +15,8 @@ from k3train.errors import UserError
 from k3train.model.model import K3Model
 from k3train.model.packing import Packing
 from k3train.model.state import PAGE_SIZE, SequenceStates
-from k3train.parallel.forward import ForwardPass, ForwardPipeline
 from k3train.rollout.experts import ExpertRecorder
+from k3train.rollout.forward import ForwardPass, ForwardPipeline
 from k3train.rollout.replicas import Replicas, SharedRows, cut
 from k3train.rollout.requests import Prefilled, Request, Running, Sampled, families
 from k3train.rollout.sampling import NOT_FINITE, are_finite, choose, stream

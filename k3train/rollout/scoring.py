@@ -10,7 +10,7 @@ from megatron.core import parallel_state
 
 from k3train.model.model import K3Model
 from k3train.model.packing import Packing
-from k3train.parallel.forward import ForwardPass, ForwardPipeline
+from k3train.rollout.forward import ForwardPass, ForwardPipeline
 
 
 @torch.inference_mode()

@@ -14,13 +14,13 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 from k3train.config.schema import TrainConfig
+from k3train.engine.reports import Reports, averages
 from k3train.model.experts import weights_changed
 from k3train.model.mtp import mtp_targets
 from k3train.model.packing import Packing
 from k3train.model.transformer_config import K3TransformerConfig
 from k3train.parallel.communicator import StageCommunicator
 from k3train.parallel.pieces import pieces
-from k3train.train.reports import Reports, averages
 from k3train.train.stage import Batch, Stage
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 from k3train.config.guards import GuardsConfig
+from k3train.engine.reports import averages
 from k3train.train.guards import Guards
-from k3train.train.reports import averages
 
 
 def test_a_count_of_zero_has_no_average() -> None:
