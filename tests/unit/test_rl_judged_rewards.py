@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import pytest
 from test_rl_environments import longest_wins
-from test_rl_rollouts import Chat, Scripted, tasks
+from test_rl_rollouts import Chat, Scripted, by_length, tasks
 
 from k3train.config.rl import EnvironmentConfig, RLConfig, RolloutConfig
 from k3train.data.chat.messages import conversation_of
@@ -58,6 +58,22 @@ def test_an_override_is_not_added_to() -> None:
     queue._budget = lambda *_: 6.0
     [group] = queue.collect(Scripted(dict(LENGTHS)), 0)
     assert [s.reward for s in group.samples] == [0.0, -1.0, 0.0]
+
+
+class Judge(Environment):
+    def judge_group(self, task: Task, answers: Sequence[Completion]) -> list[float] | None:
+        if task.id == "t1":
+            raise ValueError("no verdict")
+        return [float(i) for i in range(len(answers))]
+
+
+def test_groups_are_judged_as_a_whole() -> None:
+    config = RLConfig(rollout=RolloutConfig(prompts=5, samples=2))
+    source = Source(tasks(), Judge(by_length))
+    ready = Rollouts(config, [source], Chat(), seed=3, max_context=64).collect(Scripted(), 0)
+    for group in ready:
+        failed = source.tasks[group.task].id == "t1"
+        assert [s.reward for s in group.samples] == ([None, None] if failed else [3.0, 3.0 + 1.0])
 
 
 class Compares(Environment):

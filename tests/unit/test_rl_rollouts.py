@@ -303,22 +303,6 @@ def test_failures_are_counted_and_survived() -> None:
     assert sum(e is not None for e in fine) == 1
 
 
-class Judge(Environment):
-    def judge_group(self, task: Task, answers: Sequence[Completion]) -> list[float] | None:
-        if task.id == "t1":
-            raise ValueError("no verdict")
-        return [float(i) for i in range(len(answers))]
-
-
-def test_groups_are_judged_as_a_whole() -> None:
-    config = RLConfig(rollout=RolloutConfig(prompts=5, samples=2))
-    source = Source(tasks(), Judge(by_length))
-    ready = Rollouts(config, [source], Chat(), seed=3, max_context=64).collect(Scripted(), 0)
-    for group in ready:
-        failed = source.tasks[group.task].id == "t1"
-        assert [s.reward for s in group.samples] == ([None, None] if failed else [3.0, 3.0 + 1.0])
-
-
 def test_a_prompt_without_room_is_named() -> None:
     config = RLConfig()
     queue = Rollouts(config, [Source(tasks(), Environment(by_length))], Chat(), seed=0, max_context=2)
