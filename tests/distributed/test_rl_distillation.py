@@ -7,35 +7,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import test_rl_training
 import torch
-from rl_run import make_tasks, rl_recipe, train_rl
-from small_run import lines
+from rl_run import rl_recipe, train_rl
 
-CLOCKS = ("rollout_seconds", "rollout_tokens_per_second", "trainer_tokens_per_second", "teacher_seconds")
-OF_A_PROCESS = ("teacher_loads",)  # a continued run reads teachers anew
+patient_pool, tasks = test_rl_training.patient_pool, test_rl_training.tasks
+OF_A_PROCESS = ("teacher_seconds", "teacher_loads")  # a continued run reads teachers anew
 MOPD = {
-    "rl__rollout__finish_fraction": 0.4,
-    "rl__rollout__prompts": 3,
-    "rl__rollout__max_rows": 5,
-    "train__global_batch_size": 12,
+    **test_rl_training.PARTIAL,
     "rl__objective": {"signal": "mopd", "regularizer": 0.01, "distill_clip": 0.05, "task_reward": 0.5},
 }
-
-
-@pytest.fixture(scope="module", name="pool")
-def patient_pool(pool: Any) -> Any:
-    """The pool, with time enough for whole runs on a busy machine."""
-
-    class Patient:
-        def run(self, fn: Any, world_size: int, *args: Any) -> list[Any]:
-            return pool.run(fn, world_size, *args, timeout=900.0)
-
-    return Patient()
-
-
-@pytest.fixture(scope="module")
-def tasks(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tasks(tmp_path_factory.mktemp("tasks"))
 
 
 @pytest.fixture(scope="module")
@@ -61,12 +42,7 @@ def entries(teachers: list[str]) -> list[dict[str, Any]]:
 
 
 def steps(run_dir: Path) -> list[dict[str, Any]]:
-    found = lines(run_dir, "train")
-    for line in found:
-        line["rollout"] = {k: v for k, v in line["rollout"].items() if k not in CLOCKS}
-        for name in (*CLOCKS, *OF_A_PROCESS):
-            line.pop(name, None)
-    return found
+    return [{k: v for k, v in line.items() if k not in OF_A_PROCESS} for line in test_rl_training.steps(run_dir)]
 
 
 @pytest.fixture(scope="module")
