@@ -50,6 +50,7 @@ def test_a_folder_of_its_own(tmp_path: Path) -> None:
         "import os; os.listdir('{folder}')",
         "import shutil; shutil.rmtree('{folder}')",
         "open('/etc/passwd').read()",
+        "import os, sys; os.open('k3', os.O_WRONLY, dir_fd=os.open(sys.base_prefix, 0))",
         "import subprocess; subprocess.run(['ls', '/'])",
         "import os; os.system('ls /')",
         "import os; os.fork()",
