@@ -132,11 +132,15 @@ class Sandbox:
 
     def wait(self) -> Ran:
         """What came of it, once it has ended or its time is up, which counts from when the program began."""
-        status = self._status() if self._await_start(START_SECONDS) else "timeout"
+        status = self._status() if self.begun() else "timeout"
         self._end()
         self._out.seek(0)
         text = self._out.read(MOST_OUTPUT).decode(errors="replace").replace(self._home, ".")
         return Ran(status, _cut(text, self.limits.output_chars), self._held["network"], self._held["files"])
+
+    def begun(self) -> bool:
+        """Whether the program begins; waits for its interpreter, for at most `START_SECONDS`."""
+        return self._await_start(START_SECONDS)
 
     def _spawn(self, report: int) -> subprocess.Popen:
         return subprocess.Popen(
