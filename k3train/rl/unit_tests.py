@@ -23,6 +23,9 @@ def passes(program: str, test: str, limits: Limits | None = None, walls: bool = 
         test: source.
         limits: of each of the two.
         walls: as `sandbox.run_python` has it.
+
+    Raises:
+        RuntimeError: an interpreter does not start, so that nothing was tested.
     """
     with contextlib.ExitStack() as stack:
 
@@ -43,7 +46,7 @@ def passes(program: str, test: str, limits: Limits | None = None, walls: bool = 
         tests = stack.enter_context(Sandbox(_script("run_test"), limits, (answered, ask, say), _names(given), walls))
         for end in (asked, ask, answered, answer, say):  # so that each side notices when the other has ended
             _close(end, open_ends)
-        answers.begun()  # the time of a test is not spent on an interpreter that is still starting
+        answers.begin()  # the time of a test is not spent on an interpreter that is still starting
         tests.wait()
         return os.read(verdict, 16) == b"passed"
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from k3train.rl import sandbox
+from k3train.rl import sandbox, unit_tests
 from k3train.rl.sandbox import Limits, Ran, run_python
 
 PATIENT = Limits(seconds=60)  # a busy machine
@@ -71,6 +71,15 @@ def test_what_is_refused(tmp_path: Path, code: str, walls: bool) -> None:
     assert any(words in ran.output for words in refused), ran.output
     assert "treasure" not in ran.output
     assert (tmp_path / "secret").read_text() == "treasure"
+
+
+@pytest.mark.parametrize("walls", [True, False])
+def test_an_interpreter_that_does_not_start_is_no_time_out(walls: bool) -> None:
+    """A program that never began did nothing wrong: the environment failed, which counts as such."""
+    with pytest.raises(RuntimeError, match=r"did not start .*memory_mib"):
+        run_python("print(1)", Limits(memory_mib=4), walls=walls)
+    with pytest.raises(RuntimeError, match="did not start"):
+        unit_tests.passes("x = 1", "assert x == 1", Limits(memory_mib=4), walls=walls)
 
 
 def test_time() -> None:
