@@ -64,8 +64,8 @@ class Ran:
 def run_python(code: str, limits: Limits | None = None, walls: bool = True) -> Ran:
     """Run a program in an empty folder that is gone afterwards; returns what it printed, both streams as one text.
 
-    Never raises for what the code does, but RuntimeError where no interpreter starts. The process and all it started are
-    dead when this returns (without namespaces, all but what broke out of its hook to leave its session). `walls`:
+    Never raises for what the code does, but RuntimeError where no interpreter starts. The process and all it started
+    are dead when this returns (without namespaces, all but what broke out of its hook to leave its session). `walls`:
     whether namespaces are used where there are any.
     """
     with Sandbox(code, limits, walls=walls) as box:
@@ -140,9 +140,7 @@ class Sandbox:
         self.begin()
         status = self._status()
         self._end()
-        return Ran(
-            status, _cut(self._output(), self.limits.output_chars), self._held["network"], self._held["files"]
-        )
+        return Ran(status, _cut(self._output(), self.limits.output_chars), self._held["network"], self._held["files"])
 
     def begin(self) -> None:
         """Wait until the program begins.
