@@ -109,16 +109,24 @@ def _check_unused(config: RecipeConfig) -> None:
     if objective.signal != "mopd" and objective.task_reward:
         key, why = "rl.objective.task_reward", "is added to teachers' signal, and signal=outcome has none"
         raise refuse(config, key, why, "0, or signal=mopd", f"{key}=0")
-    older = rollout.finish_fraction < 1 and rollout.max_staleness > 0
-    if objective.surrogate == "reinforce" and not objective.importance_cap and older:
-        raise refuse(
-            config,
-            cap,
-            "weighs tokens of older policies as if the present one had drawn them, and rl.rollout.finish_fraction="
-            f"{rollout.finish_fraction:g} with max_staleness={rollout.max_staleness} trains on such",
-            "more than 0, or rollouts that are on policy (finish_fraction=1, or max_staleness=0)",
-            f"{cap}=2",
-        )
+    _check_on_policy(config)
+
+
+def _check_on_policy(config: RecipeConfig) -> None:
+    """Refuse REINFORCE that does not weigh by the ratio, where rollouts hold tokens of older policies."""
+    objective, rollout, cap = config.rl.objective, config.rl.rollout, "rl.objective.importance_cap"
+    if objective.surrogate != "reinforce" or objective.importance_cap:
+        return
+    if rollout.finish_fraction < 1 and rollout.max_staleness > 0:
+        source = f"rl.rollout.finish_fraction={rollout.finish_fraction:g} with max_staleness={rollout.max_staleness}"
+        other = "rollouts that are on policy (finish_fraction=1, or max_staleness=0)"
+    elif rollout.engine == "openai" and rollout.refresh == "none" and config.train.steps > 1:
+        source = f"rl.rollout.refresh=none with train.steps={config.train.steps}"
+        other = "a server that gets the weights of each step (rl.rollout.refresh=in_place, disk)"
+    else:
+        return
+    why = f"weighs tokens of older policies as if the present one had drawn them, and {source} trains on such"
+    raise refuse(config, cap, why, f"more than 0, or {other}", f"{cap}=2")
 
 
 def _check_sources(config: RecipeConfig) -> None:

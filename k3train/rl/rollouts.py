@@ -46,7 +46,6 @@ class Rollouts:
         max_context: tokens of prompt and response together.
         agree: runs a function on one rank and gives its result to all.
         budget: of (environment, task, version), in tokens; None: no budget.
-        judge: changes the rewards of a group whose samples are all done.
     """
 
     where = "rl.environments.{}"  # the key that the tasks of a source are of
@@ -298,6 +297,7 @@ class Rollouts:
             del sample.tokens[sample.turns[-1][1] :], sample.logprobs[sample.turns[-1][1] :]
             del sample.versions[sample.turns[-1][1] :]
             sample.finish, sample.reward, sample.right = "length", 0.0, False
+            self._hold_to_budget(group, sample)
         elif message.last:
             self._fail(sample, "step went on after a message of which ends said that it is the last", "environment")
 

@@ -64,8 +64,9 @@ class Ran:
 def run_python(code: str, limits: Limits | None = None, walls: bool = True) -> Ran:
     """Run a program in an empty folder that is gone afterwards; returns what it printed, both streams as one text.
 
-    Never raises for what the code does. The process and all it started are dead when this returns (without namespaces,
-    all but what broke out of its hook to leave its session). `walls`: whether namespaces are used where there are any.
+    Never raises for what the code does, but RuntimeError where no interpreter starts. The process and all it started
+    are dead when this returns (without namespaces, all but what broke out of its hook to leave its session). `walls`:
+    whether namespaces are used where there are any.
     """
     with Sandbox(code, limits, walls=walls) as box:
         return box.wait()
@@ -131,12 +132,33 @@ class Sandbox:
         self._exit.close()
 
     def wait(self) -> Ran:
-        """What came of it, once it has ended or its time is up, which counts from when the program began."""
-        status = self._status() if self._await_start(START_SECONDS) else "timeout"
+        """What came of it, once it has ended or its time is up, which counts from when the program began.
+
+        Raises:
+            RuntimeError: its interpreter does not start.
+        """
+        self.begin()
+        status = self._status()
         self._end()
+        return Ran(status, _cut(self._output(), self.limits.output_chars), self._held["network"], self._held["files"])
+
+    def begin(self) -> None:
+        """Wait until the program begins.
+
+        Raises:
+            RuntimeError: its interpreter does not start, which says nothing of the program.
+        """
+        if self._await_start(START_SECONDS):
+            return
+        self._end()
+        why = self._output().strip().rpartition("\n")[2] or f"nothing within {START_SECONDS:g} s"
+        raise RuntimeError(
+            f"the sandbox's Python did not start ({why:.300}); allow it more memory_mib, or correct the installation"
+        )
+
+    def _output(self) -> str:
         self._out.seek(0)
-        text = self._out.read(MOST_OUTPUT).decode(errors="replace").replace(self._home, ".")
-        return Ran(status, _cut(text, self.limits.output_chars), self._held["network"], self._held["files"])
+        return self._out.read(MOST_OUTPUT).decode(errors="replace").replace(self._home, ".")
 
     def _spawn(self, report: int) -> subprocess.Popen:
         return subprocess.Popen(

@@ -168,7 +168,8 @@ def add_hook(home: str, allowed: tuple[str, ...]) -> None:
     resolve = types.FunctionType(resolved.__code__, empty, "resolved", (*tools, bytes, os.readlink, os.getcwd, OSError))
     writing = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC
     roots = tuple(f"{path.rstrip('/')}/" for path in (home, *allowed))
-    hook = types.FunctionType(watch.__code__, empty, "watch", (*tools, int, roots, resolve, writing))
+    system = (roots, resolve, writing, os.stat, OSError)
+    hook = types.FunctionType(watch.__code__, empty, "watch", (*tools, int, *system))
     sys.addaudithook(hook)
 
 
@@ -183,6 +184,8 @@ def watch(
     roots: tuple[str, ...],
     resolve: Callable,
     writing: int,
+    stat: Callable,
+    missing: type,
 ) -> None:
     """The audit hook. `roots` end with a slash; the first may be written to."""
     if event.startswith(
@@ -218,6 +221,13 @@ def watch(
             real = resolve(path)
             if not real.startswith(roots[:1] if writes else roots):
                 raise error(f"{path} lies outside the working folder")
+            if event == "open" and not real.startswith(roots[:1]):
+                try:
+                    stat(real)  # with its slash: of a folder alone
+                except missing:
+                    continue
+                # As `dir_fd` it would be where a path starts which here seems to start in the working folder.
+                raise error(f"{path}: opening a folder there is not allowed here")
 
 
 def resolved(

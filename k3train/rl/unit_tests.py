@@ -23,6 +23,9 @@ def passes(program: str, test: str, limits: Limits | None = None, walls: bool = 
         test: source.
         limits: of each of the two.
         walls: as `sandbox.run_python` has it.
+
+    Raises:
+        RuntimeError: an interpreter does not start, so that nothing was tested.
     """
     with contextlib.ExitStack() as stack:
 
@@ -38,11 +41,12 @@ def passes(program: str, test: str, limits: Limits | None = None, walls: bool = 
         answered, answer = pipe()
         verdict, say = pipe()
         given = {"source": program, "read": asked, "write": answer}
-        stack.enter_context(Sandbox(_script("run_program"), limits, (asked, answer), _names(given), walls))
+        answers = stack.enter_context(Sandbox(_script("run_program"), limits, (asked, answer), _names(given), walls))
         given = {"source": test, "read": answered, "write": ask, "verdict": say}
         tests = stack.enter_context(Sandbox(_script("run_test"), limits, (answered, ask, say), _names(given), walls))
         for end in (asked, ask, answered, answer, say):  # so that each side notices when the other has ended
             _close(end, open_ends)
+        answers.begin()  # the time of a test is not spent on an interpreter that is still starting
         tests.wait()
         return os.read(verdict, 16) == b"passed"
 

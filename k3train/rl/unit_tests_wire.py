@@ -201,7 +201,8 @@ class Peer:
         if tag == "d":
             return {self.decode(key): self.decode(item) for key, item in rest[0]}
         if tag == "q":
-            return getattr(importlib.import_module(rest[0]), NUMBERS[rest[0]])(rest[1])
+            name = NUMBERS[rest[0]]  # before the import: the program chooses none
+            return getattr(importlib.import_module(rest[0]), name)(rest[1])
         if tag == "m" and rest[0] in MODULES:
             return importlib.import_module(rest[0])
         if tag == "own":

@@ -299,6 +299,7 @@ class OpenAIEngine:
             self._park(left, self._trouble)
             return
         self._count("failures")
+        error = error or ServerFailedError("the server says that all is told, and of some texts not how they end")
         attempt = 0 if any(made.values()) else attempt + 1
         if isinstance(error, WrongWeightsError):
             self._park(left, WEIGHTS)
@@ -312,8 +313,7 @@ class OpenAIEngine:
         else:
             self._count("given_up", len(left))
             for work in left:
-                why = str(error or "no end of the text")
-                self._pieces.put(Piece(work.key, None, 0.0, self._held, "failed", why))
+                self._pieces.put(Piece(work.key, None, 0.0, self._held, "failed", str(error)))
 
     def _park(self, works: list[Work], trouble: str) -> None:
         """These go on when `trouble` is over."""

@@ -43,8 +43,8 @@ LENGTH = 12  # tokens of every text that nothing ends before
 class CompletionStub(http.server.ThreadingHTTPServer):
     """`kind`: vllm or sglang. `development`: whether vLLM's endpoints of that mode are there.
 
-    `odd_ends` are (finish_reason, tokens before it) of the next requests. While `is_down` every connection is closed
-    without an answer. `hold_after` tokens of each choice a stream waits for `release`.
+    `odd_ends` are (finish_reason or None, tokens before it) of the next requests. While `is_down` every connection is
+    closed without an answer. `hold_after` tokens of each choice a stream waits for `release`.
     """
 
     daemon_threads = True
@@ -52,7 +52,7 @@ class CompletionStub(http.server.ThreadingHTTPServer):
 
     def __init__(self, kind: str, development: bool = True) -> None:
         self.kind, self.development = kind, development
-        self.odd_ends: list[tuple[str, int]] = []
+        self.odd_ends: list[tuple[str | None, int]] = []
         self.statuses: list[int] = []  # that the next completions are answered with
         self.is_shared = False  # somebody else changes its weights after each update
         self.is_down, self.hold_after = False, LENGTH + 1

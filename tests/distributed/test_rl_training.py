@@ -323,6 +323,7 @@ def paused(line: dict[str, Any]) -> tuple:
             for rollout, more, words in (
                 ({"refresh": "none"}, {"train__steps": 9}, "8 steps old, beyond rl.rollout.max_staleness=4"),
                 ({"refresh": "none"}, {}, "would have evaluations ask the server's first weights"),
+                ({"refresh": "none"}, {"rl__objective": {"surrogate": "reinforce"}}, "refresh=none with train.steps="),
                 ({"server": "vllm"}, {}, "which only k3train serve takes"),
                 ({"server": "vlm"}, {}, "try rl.rollout.server=vllm"),
                 ({"refresh": "disk", "refresh_experts": "mxfp4"}, {}, "the run trains them without"),

@@ -269,6 +269,9 @@ def test_a_reply_without_room_ends_the_sample() -> None:
     [group, _] = queue.collect(Scripted(), 0)
     sample = group.samples[0]
     assert (sample.finish, sample.reward, sample.tokens) == ("length", 0.0, [1, 2, END])
+    effort = EffortConfig(enabled=True, counts="output", override=-1.0)  # it holds for such a sample too
+    queue = rollouts(Asks(by_length), max_new_tokens=5, effort_config=effort, budget=lambda *_: 2.0)
+    assert {(s.reward, s.over_budget) for s in queue.collect(Scripted(), 0)[0].samples} == {(-1.0, True)}
 
 
 class Breaks(Environment):

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from k3train.rl import sandbox
+from k3train.rl import sandbox, unit_tests
 from k3train.rl.sandbox import Limits, Ran, run_python
 
 PATIENT = Limits(seconds=60)  # a busy machine
@@ -50,6 +50,7 @@ def test_a_folder_of_its_own(tmp_path: Path) -> None:
         "import os; os.listdir('{folder}')",
         "import shutil; shutil.rmtree('{folder}')",
         "open('/etc/passwd').read()",
+        "import os, sys; os.open('k3', os.O_WRONLY, dir_fd=os.open(sys.base_prefix, 0))",
         "import subprocess; subprocess.run(['ls', '/'])",
         "import os; os.system('ls /')",
         "import os; os.fork()",
@@ -70,6 +71,15 @@ def test_what_is_refused(tmp_path: Path, code: str, walls: bool) -> None:
     assert any(words in ran.output for words in refused), ran.output
     assert "treasure" not in ran.output
     assert (tmp_path / "secret").read_text() == "treasure"
+
+
+@pytest.mark.parametrize("walls", [True, False])
+def test_an_interpreter_that_does_not_start_is_no_time_out(walls: bool) -> None:
+    """A program that never began did nothing wrong: the environment failed, which counts as such."""
+    with pytest.raises(RuntimeError, match=r"did not start .*memory_mib"):
+        run_python("print(1)", Limits(memory_mib=4), walls=walls)
+    with pytest.raises(RuntimeError, match="did not start"):
+        unit_tests.passes("x = 1", "assert x == 1", Limits(memory_mib=4), walls=walls)
 
 
 def test_time() -> None:

@@ -328,3 +328,17 @@ def test_the_order_of_answers_changes_no_token(model: torch.nn.Module) -> None:
         for a, b in zip(one["samples"], other["samples"], strict=True):
             assert (a["tokens"], a["versions"], a["turns"]) == (b["tokens"], b["versions"], b["turns"])
             assert a["logprobs"] == pytest.approx(b["logprobs"], abs=1e-4)
+
+
+def test_whole_answers_look_at_each_sample_a_few_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However long the answers are: budgets are measured on all training tasks at once."""
+    looks: list[int] = []
+    over = Rollouts._over
+    monkeypatch.setattr(Rollouts, "_over", lambda self, group, number: looks.append(1) or over(self, group, number))
+    config = RLConfig(rollout=RolloutConfig(prompts=2, samples=2, max_new_tokens=60))
+    sources = [Source(tasks(), Environment(by_length), seconds=60)]
+    answers = WholeAnswers(config, sources, Chat(), 3, 100, lambda action: action(), samples=1)
+    engine = Scripted({(-21 + place, 0): 3 * place + 3 for place in range(20)})
+    groups = answers.answers(engine, [(0, place % 5) for place in range(20)], 0)
+    assert [g.samples[0].drawn for g in groups] == [3 * place + 3 for place in range(20)]
+    assert len(looks) <= 10 * 20

@@ -6,8 +6,9 @@ import pytest
 from test_rl_environments import says, task
 
 from k3train.rl.rewards import REWARDS
-from k3train.rl.sandbox import Limits
+from k3train.rl.sandbox import Limits, Sandbox
 from k3train.rl.unit_tests import passes
+from k3train.rl.unit_tests_wire import Peer
 
 WIRE = "k3train.rl.unit_tests_wire"
 LIMITS = Limits(seconds=60)  # a busy machine; what hangs has less
@@ -201,6 +202,27 @@ def test_a_program_that_hangs_fails_and_leaves_nothing() -> None:
     for program in ("while True: pass", "import time\ndef double(x): time.sleep(60)"):
         assert not passes(program, TESTS[0], Limits(seconds=2)), program
     assert not passes("def double(x): return double(x)", TESTS[0], LIMITS)
+
+
+def test_the_time_of_a_test_begins_when_the_program_has_begun(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else a right answer on a busy machine is a wrong one: two interpreters start, and only one is looked at."""
+    boxes: list[Sandbox] = []
+    started: list[bool] = []
+    enter, status = Sandbox.__enter__, Sandbox._status
+    monkeypatch.setattr(Sandbox, "__enter__", lambda self: boxes.append(self) or enter(self))
+
+    def clock(self: Sandbox) -> str:
+        started.extend(box._said.count(b"\n") == 2 for box in boxes)
+        return status(self)
+
+    monkeypatch.setattr(Sandbox, "_status", clock)
+    assert passes("def double(x): return x * 2", TESTS[0], LIMITS)
+    assert started == [True, True]
+
+
+def test_a_program_chooses_no_module_to_import() -> None:
+    with pytest.raises(KeyError, match="k3_none"):
+        Peer(0, 1, object).decode(["q", "k3_none", "1"])
 
 
 def test_the_share_of_tests() -> None:

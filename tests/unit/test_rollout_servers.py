@@ -74,6 +74,17 @@ def test_only_stop_and_length_end_a_text(stub: CompletionStub, reason: str) -> N
     assert [p.finish for p in finish(outside, {})[2, 0]] == ["failed"]
 
 
+def test_a_stream_that_ends_before_its_texts_is_a_failure_too(stub: CompletionStub) -> None:
+    """`[DONE]` after some tokens, of which none is said to be the last: the text goes on from there."""
+    outside = engine(stub)
+    stub.odd_ends = [(None, 4), (None, 0)]
+    outside.submit(works(1, samples=1))
+    said = finish(outside, {})[1, 0]
+    assert [p.finish for p in said] == [None] * (4 + LENGTH - 1) + ["stop"]
+    assert outside.counters()["failures"] == 2
+    assert stub.bodies[1]["prompt"] == [5, 6, 7, *(p.token for p in said[:4])]
+
+
 def test_a_text_as_long_as_asked_for_ends_by_length(stub: CompletionStub) -> None:
     outside = engine(stub)
     outside.submit(works(1, samples=1, tokens=5))
