@@ -198,6 +198,20 @@ def test_teachers_of_a_mixture_both_score(single_rank: None) -> None:
     assert apart == pytest.approx(one.step.after["teachers' scoring"] / 2)
 
 
+@pytest.mark.parametrize(("pipeline", "slots"), [(2, 32 * (2 + 1)), (3, 21 * (3 + 2) + 1 + 2)])
+def test_teachers_in_a_pipeline_score_in_groups_of_its_ranks(single_rank: None, pipeline: int, slots: int) -> None:
+    """64 batches, as many at a time as there are ranks; each group fills the pipeline and leaves it."""
+    layout = {2: "Et*4|t*5L", 3: "Et*3|t*3|t*3L"}[pipeline]
+    sizes = [f"parallel.{name}={pipeline}" for name in ("world_size", "pipeline")]
+    step = planned(*sizes, f"parallel.pipeline_layout='{layout}'", recipe=ON_POLICY).step
+    assert step.micro_batches == 64
+    # The last stage is the slowest: its layers and the head; it sends nothing on.
+    only_training = [step.parts[name].forward for name in ("QK-Clip", "balancing") if name in step.parts]
+    forward = step.stages[-1].forward - sum(only_training)
+    assert step.slowest == pipeline - 1
+    assert step.after["teachers' scoring"] == pytest.approx(slots * forward)
+
+
 def _teachers(*tasks: tuple[str, str], more: str = "") -> str:
     entries = [f"{{checkpoint: runs/{n}, family: {f}, effort: {e}{more}}}" for n, (f, e) in enumerate(tasks)]
     return f"[{', '.join(entries)}]"
