@@ -70,14 +70,24 @@ def test_planned_activations_with_rounding_are_what_autograd_keeps(single_rank: 
 def test_weight_clipping_multiplies_queries_and_keys_once_more(
     single_rank: None, interval: int, recompute: str
 ) -> None:
-    """4 rows of 4 heads and 256 x 256 logits of 48 products in 3 layers, 24 bytes each; in one forward of two."""
+    """4 rows of 4 heads and 256 x 256 logits of 48 products in 3 layers; in one forward of two.
+
+    Each is written, read and written by the mask, and read for its maximum: 16 bytes, for fp32 needs no widening.
+    """
     words = ["optim=muon", "optim.qk_clip.enabled=true", f"optim.qk_clip.interval={interval}"]
     plan = planned(*words, f"parallel.recompute={recompute}")
     logits = 3 * 4 * 4 * 256**2
-    once = 2 * 48 * logits / (TFLOPS * 0.45) + logits * 24 / GBS
+    once = 2 * 48 * logits / (TFLOPS * 0.45) + logits * 16 / GBS
     part = plan.step.parts["QK-Clip"]
     assert (part.forward, part.backward) == (pytest.approx(once / interval), 0.0)
     assert "QK-Clip's scaling of weights" in plan.not_counted
+
+
+def test_logits_in_bf16_are_widened(single_rank: None) -> None:
+    """Written in 2 bytes, read and written in 4; those masked (read, written), and read for their maximum."""
+    from k3train.plan.extras import logit_bytes
+
+    assert (logit_bytes(2), logit_bytes(4)) == (2 + 2 + 4 + 4 + 4 + 4, 4 + 4 + 4 + 4)
 
 
 def test_weight_clipping_looks_at_blocks_of_queries(single_rank: None) -> None:
