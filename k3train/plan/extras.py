@@ -9,8 +9,6 @@ from k3train.config.quant import MODULES, policy_in_force
 from k3train.config.schema import RecipeConfig
 from k3train.model.max_logit import BLOCK_ELEMENTS
 
-# Of one attention logit that weight clipping looks at: read and widened to fp32, masked in place, its maximum taken.
-LOGIT_BYTES = 4 + 2 * 4 + 4
 # Of a number that PyTorch rounds (`quantize_dequantize_reference`), reads and writes in fp32 and int32: the largest of
 # a block (3), scaled down (4), rounded to a step of the element (18), scaled up (7).
 _ROUND_TORCH = 4 * (3 + 4 + 18 + 7)
@@ -45,6 +43,13 @@ def rounded_weights(config: RecipeConfig, expert_parameters: float) -> float:
     shares = {"experts.w13": 2 / 3, "experts.w2": 1 / 3}
     assert set(shares) == set(MODULES)
     return expert_parameters * sum(shares[name] for name in quant.modules)
+
+
+def logit_bytes(element: int) -> int:
+    """Of one attention logit that weight clipping looks at: written, widened to fp32 if it is not, masked in place, its
+    maximum taken."""
+    widened = element + 4 if element < 4 else 0
+    return element + widened + 2 * 4 + 4
 
 
 def measured_logits(config: RecipeConfig) -> float:

@@ -20,6 +20,7 @@ COLORS = {  # of every part that a plan names
     "gradients": "#1f5fa8",
     "fp32 main weights": "#5b93cf",
     "optimizer moments": "#a9cbea",
+    "teachers": "#2f8f83",
     "quantized experts": "#d5e5f5",
     "mixers": "#7a2d04",
     "KDA states": "#a8440b",
@@ -33,8 +34,10 @@ COLORS = {  # of every part that a plan names
     "redundant experts": "#39424b",
     "KDA states, made again": "#828d97",
     "recomputed layer": "#a5aeb6",
+    "router scores": "#b8bfc6",
     "batch": "#c8ced3",
     "optimizer step, beyond that": "#e3e6e9",
+    "teacher before the first step, beyond that": "#93cbc3",
 }
 _FORWARD, _BACKWARD = ("#1f5fa8", "#5b93cf", "#8fb8e0", "#c3daf0"), ("#d9660f", "#f0954b", "#f7b880", "#fbdcbb")
 _MOST_GROUPS = 2  # of micro-batches (one a pipeline rank) that the timeline shows

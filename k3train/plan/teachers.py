@@ -15,9 +15,11 @@ from k3train.config.rl import TeacherConfig
 from k3train.config.rules_parallel import data_parallel_size
 from k3train.config.schema import RecipeConfig
 from k3train.errors import UserError
+from k3train.parallel.stages import traffic_of
+from k3train.plan.activations import Activations
 from k3train.plan.inventory import Inventory, Tensor, take_inventory
 from k3train.plan.links import Links
-from k3train.plan.memory import micro_batches
+from k3train.plan.memory import micro_batches, stages_of
 from k3train.plan.sharding import StageLayout
 from k3train.plan.volumes import Volume
 from k3train.plan.work import Practice, Work
@@ -131,13 +133,29 @@ class _OnPolicy:
 
     def _seconds(self, teacher: TeacherConfig) -> float:
         recipe, _, _ = self.read[teacher.checkpoint]
-        work = Work(recipe, self.cluster, self.links, Practice.of(recipe))
-        parts = work.stage(tuple(range(recipe.model.num_layers)), True, True, False)
-        once = sum(part.forward for name, part in parts.items() if name not in ("balancing", "QK-Clip"))
+        slot = self._slot(recipe)
         fetch = 0.0
         if teacher.host == "zero3":
             fetch = self._gathers() * self.links.gather(self._whole(teacher.checkpoint), self.world_size, 1)
-        return once * self._batches() + fetch
+        return slot * self._slots(recipe) + fetch
+
+    def _slot(self, recipe: RecipeConfig) -> float:
+        """A forward through the slowest stage, and sending what it made (`ForwardPipeline`, which waits for both)."""
+        work = Work(recipe, self.cluster, self.links, Practice.of(recipe))
+        traffic, stream = traffic_of(recipe), Activations(recipe, self.cluster.kind).stream
+        slowest = 0.0
+        for index, stage in enumerate(stages_of(recipe)):
+            parts = work.stage(stage.layers, stage.embedding, stage.head, False)
+            once = sum(part.forward for name, part in parts.items() if name not in ("balancing", "QK-Clip"))
+            size = traffic.tensors_sent(index) * stream
+            slowest = max(slowest, once + (self.links.to_next_stage(size) if size else 0.0))
+        return slowest
+
+    def _slots(self, recipe: RecipeConfig) -> int:
+        """Through a pipeline batches go in groups of as many as it has ranks, each after the one before has left."""
+        p = recipe.parallel
+        groups, behind = -(-self._batches() // p.pipeline), p.pipeline * p.virtual_pipeline - 1
+        return self._batches() + groups * behind
 
     def _gathers(self) -> int:
         """Forward passes of a rank under ZeRO-3, each of which gathers every parameter."""

@@ -126,7 +126,7 @@ class Work:
         logits = extras.measured_logits(self.config) / self.tp
         width = self.model.mla.qk_nope_head_dim + self.model.mla.qk_rope_head_dim
         once = self._product(2 * width * logits, "attention", form).forward
-        once += self._moved(logits * (2 * self.e + extras.LOGIT_BYTES)).forward
+        once += self._moved(logits * extras.logit_bytes(self.e)).forward
         return Seconds(once / self.config.optim.qk_clip.interval, 0.0)
 
     def feed_forward(self, moe: bool) -> dict[str, Seconds]:

@@ -214,6 +214,29 @@ def test_transformer_engines_norm_is_called_with_the_weight_that_is_given(monkey
     assert bench.checked(named("RMSNorm"), rivals.te_norm) is None
 
 
+def test_transformer_engines_quantizer_gets_the_rows_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As its own `is_quantizable` asks; the tiny case that is checked first has 38 rows."""
+    from k3kernels import mx
+
+    class Quantizer:
+        def __init__(self, *_: object, **__: bool) -> None:
+            pass
+
+        def __call__(self, values: torch.Tensor) -> types.SimpleNamespace:
+            assert not any(size % 32 for size in values.shape)
+            return types.SimpleNamespace(dequantize=lambda dtype: mx.quantize_dequantize(values, "e4m3").to(dtype))
+
+    package = types.ModuleType("transformer_engine")
+    package.pytorch = types.SimpleNamespace(MXFP8Quantizer=Quantizer)
+    extension = types.SimpleNamespace(DType=types.SimpleNamespace(kFloat8E4M3="e4m3"))
+    monkeypatch.setitem(sys.modules, "transformer_engine", package)
+    monkeypatch.setitem(sys.modules, "transformer_engine.pytorch", package.pytorch)
+    monkeypatch.setitem(sys.modules, "transformer_engine_torch", extension)
+    case = named("MX round trip")
+    assert len(case.inputs[0]) % 32
+    assert bench.checked(case, rivals.te_round_trip) is None
+
+
 def test_a_form_that_takes_too_long_is_compared_and_not_timed() -> None:
     case = named("Kimi Delta")
     said = bench.candidates(dataclasses.replace(case, forms=("naive",), rivals=()), case, CPU)

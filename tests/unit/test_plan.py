@@ -206,6 +206,7 @@ def test_the_check_tells_a_document_that_is_out_of_date(
             "quant.enabled=true",
             "optim=muon-tiny",
             "train.micro_batch_size=8",
+            "model.moe.quantile_alternations=2",
         ),
         (
             "recipe=pretrain/k3-mini",
@@ -221,8 +222,19 @@ def test_the_check_tells_a_document_that_is_out_of_date(
             "parallel.world_size=2",
             "train.micro_batch_size=8",
         ),
+        (
+            "recipe=distill/k3-tiny",
+            "train.global_batch_size=64",
+            "train.micro_batch_size=16",
+        ),
+        (
+            "recipe=distill/k3-tiny-offline",
+            "train.seq_length=16",
+            "train.global_batch_size=4",
+            "train.micro_batch_size=1",
+        ),
     ],
-    ids=["cpu", "cuda", "pipeline"],
+    ids=["cpu", "cuda", "pipeline", "teachers", "offline teacher"],
 )
 def test_the_picture_shows_the_plan(single_rank: None, words: tuple[str, ...]) -> None:
     """Bars add up to each rank's peak, every part has a colour of its own, and spans last as long as ranks compute."""
@@ -230,7 +242,7 @@ def test_the_picture_shows_the_plan(single_rank: None, words: tuple[str, ...]) -
     from k3train.plan.activations import KINDS
     from k3train.plan.plan import make_plan
 
-    config = load_recipe([*words, "train.global_batch_size=32", "train.eval_samples=32"])
+    config = load_recipe(["train.global_batch_size=32", "train.eval_samples=32", *words])
     plan = make_plan(config, load_cluster("cpu" if "tiny" in words[0] else "h100-8x", {}))
     bars, timeline = picture.figure_of(plan).axes
     heights = [0.0] * len(plan.memory)
@@ -240,6 +252,8 @@ def test_the_picture_shows_the_plan(single_rank: None, words: tuple[str, ...]) -
             heights[rank] += patch.get_height()
     assert heights == pytest.approx([rank.total / GIB for rank in plan.memory])
     names = {name for rank in plan.memory for name in rank.bars()} | set(KINDS)
+    rare = {"teachers", "router scores", "teacher before the first step, beyond that"}
+    assert len(names & rare) == ("tiny" in words[0])  # one of them each
     assert names <= picture.COLORS.keys()
     assert len(set(picture.COLORS.values())) == len(picture.COLORS)
     assert plan.step.micro_batches <= 4  # as many are shown

@@ -70,14 +70,24 @@ def test_planned_activations_with_rounding_are_what_autograd_keeps(single_rank: 
 def test_weight_clipping_multiplies_queries_and_keys_once_more(
     single_rank: None, interval: int, recompute: str
 ) -> None:
-    """4 rows of 4 heads and 256 x 256 logits of 48 products in 3 layers, 24 bytes each; in one forward of two."""
+    """4 rows of 4 heads and 256 x 256 logits of 48 products in 3 layers; in one forward of two.
+
+    Each is written, read and written by the mask, and read for its maximum: 16 bytes, for fp32 needs no widening.
+    """
     words = ["optim=muon", "optim.qk_clip.enabled=true", f"optim.qk_clip.interval={interval}"]
     plan = planned(*words, f"parallel.recompute={recompute}")
     logits = 3 * 4 * 4 * 256**2
-    once = 2 * 48 * logits / (TFLOPS * 0.45) + logits * 24 / GBS
+    once = 2 * 48 * logits / (TFLOPS * 0.45) + logits * 16 / GBS
     part = plan.step.parts["QK-Clip"]
     assert (part.forward, part.backward) == (pytest.approx(once / interval), 0.0)
     assert "QK-Clip's scaling of weights" in plan.not_counted
+
+
+def test_logits_in_bf16_are_widened(single_rank: None) -> None:
+    """Written in 2 bytes, read and written in 4; those masked (read, written), and read for their maximum."""
+    from k3train.plan.extras import logit_bytes
+
+    assert (logit_bytes(2), logit_bytes(4)) == (2 + 2 + 4 + 4 + 4 + 4, 4 + 4 + 4 + 4)
 
 
 def test_weight_clipping_looks_at_blocks_of_queries(single_rank: None) -> None:
@@ -196,6 +206,20 @@ def test_teachers_of_a_mixture_both_score(single_rank: None) -> None:
     spread = ["parallel.world_size=2", "train.micro_batch_size=1"]
     apart = planned(*spread, recipe=ON_POLICY).step.after["teachers' scoring"]
     assert apart == pytest.approx(one.step.after["teachers' scoring"] / 2)
+
+
+@pytest.mark.parametrize(("pipeline", "slots"), [(2, 32 * (2 + 1)), (3, 21 * (3 + 2) + 1 + 2)])
+def test_teachers_in_a_pipeline_score_in_groups_of_its_ranks(single_rank: None, pipeline: int, slots: int) -> None:
+    """64 batches, as many at a time as there are ranks; each group fills the pipeline and leaves it."""
+    layout = {2: "Et*4|t*5L", 3: "Et*3|t*3|t*3L"}[pipeline]
+    sizes = [f"parallel.{name}={pipeline}" for name in ("world_size", "pipeline")]
+    step = planned(*sizes, f"parallel.pipeline_layout='{layout}'", recipe=ON_POLICY).step
+    assert step.micro_batches == 64
+    # The last stage is the slowest: its layers and the head; it sends nothing on.
+    only_training = [step.parts[name].forward for name in ("QK-Clip", "balancing") if name in step.parts]
+    forward = step.stages[-1].forward - sum(only_training)
+    assert step.slowest == pipeline - 1
+    assert step.after["teachers' scoring"] == pytest.approx(slots * forward)
 
 
 def _teachers(*tasks: tuple[str, str], more: str = "") -> str:
