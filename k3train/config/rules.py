@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import urllib.parse
 from collections.abc import Sequence
 from typing import Any
 
@@ -60,6 +61,21 @@ def check_range(
     if not all(test(bound) for bound, _, test in given):  # a NaN fails every test
         allowed = " and ".join(f"{word} {bound:.10g}" for bound, word, _ in given)
         raise refuse(config, key, "is out of range", allowed, f"{key}={cure}")
+
+
+def check_url(key: str, url: str) -> urllib.parse.SplitResult:
+    """The parts of a server's address, with or without `http://`."""
+    try:
+        parts = urllib.parse.urlsplit(url if "//" in url else f"http://{url}")
+        is_address = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # a port beyond 65535, a bracket that nothing closes
+        is_address = False
+    if not is_address:
+        raise UserError(
+            f"{key}={url} is no address of a server; allowed: http://HOST:PORT, https://HOST:PORT; try"
+            f" {key}=http://127.0.0.1:8000"
+        )
+    return parts
 
 
 def divisors(number: int, most: int = 12) -> list[int]:

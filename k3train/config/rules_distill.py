@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from k3train.config.rules import check_choice, check_range, refuse
+from k3train.config.rules import check_choice, check_range, check_url, refuse
 from k3train.config.schema import RecipeConfig
 from k3train.errors import UserError
 
@@ -21,6 +21,8 @@ def check_teachers(config: RecipeConfig) -> None:
                 f"{where} has {'no checkpoint and no' if teacher.url is None else 'both a checkpoint and a'} url;"
                 f" allowed: one of them; try {where}.checkpoint=runs/EXPERT"
             )
+        if teacher.url is not None:
+            check_url(f"{where}.url", teacher.url)
         for name, options in (("effort", _EFFORTS), ("host", _HOSTS), ("when_silent", _WHEN_SILENT)):
             value = getattr(teacher, name)
             if value not in options:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from k3train.config.quant import policy_in_force
-from k3train.config.rules import refuse
+from k3train.config.rules import check_url, refuse
 from k3train.config.schema import RecipeConfig
 
 SERVERS = ("k3train", "sglang", "vllm")
@@ -19,6 +19,7 @@ def check_server(config: RecipeConfig) -> None:
         raise refuse(
             config, "rl.rollout.url", "names no server", "http://HOST:PORT", "rl.rollout.url=http://127.0.0.1:8000"
         )
+    check_url("rl.rollout.url", rollout.url)
     if rollout.refresh == "in_place" and rollout.server != "k3train":
         why = f"sends buckets, which only k3train serve takes (rl.rollout.server={rollout.server})"
         raise refuse(config, "rl.rollout.refresh", why, "disk", "rl.rollout.refresh=disk")

@@ -8,7 +8,6 @@ plan's own `--json`, which has the modelled times in this form, is a template.
 from __future__ import annotations
 
 import json
-import math
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ from k3train.errors import UserError
 from k3train.plan.work import Seconds
 
 _FORM = '{"stages": [{"forward": 0.12, "backward": 0.25}, ...]}, seconds of one micro-batch'
+_MOST = 86_400  # a day: larger ones are of another unit, and the largest overflow
 
 
 def read_stage_times(path: str, config: RecipeConfig) -> list[Seconds]:
@@ -50,9 +50,9 @@ def read_stage_times(path: str, config: RecipeConfig) -> list[Seconds]:
 
 def _seconds(entry: dict[str, Any], key: str, number: int, path: str) -> float:
     value = entry.get(key)
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value <= 0:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= _MOST:
         raise UserError(
-            f"--stage-times {path}: stages.{number}.{key} is {json.dumps(value)}; allowed: seconds above 0; write"
-            f" {_FORM}"
+            f"--stage-times {path}: stages.{number}.{key} is {json.dumps(value)}; allowed: seconds above 0, at most"
+            f" {_MOST:,}; write {_FORM}"
         )
     return float(value)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib
+import os
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -56,7 +58,10 @@ class Environment:
 
     def __init__(self, reward: Reward, **options: Any) -> None:
         if options:
-            raise UserError(f"the environment {type(self).__name__} has no option {', '.join(sorted(options))}")
+            raise UserError(
+                f"rl.environments: {type(self).__name__} has no option {', '.join(sorted(options))}; leave it out of"
+                " options, or take it in __init__(self, reward, ...) of a class of your own"
+            )
         self.reward = reward
 
     def conversation(self, task: Task) -> Conversation:
@@ -205,10 +210,16 @@ def _own(name: str) -> type[Environment]:
     allowed = f"allowed: {', '.join(KINDS)}, judge, or module:Class of your own, derived from {base}"
     if not module or not attribute:
         raise UserError(f"rl.environments: {name} does not exist; {allowed}")
+    here = os.getcwd()
+    if here not in sys.path:
+        sys.path.append(here)  # the command `k3train` looks where it is installed, and python -m k3train here too
     try:
         found = getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError) as error:
-        raise UserError(f"rl.environments: {name} cannot be imported ({error}); {allowed}") from error
+    except Exception as error:  # whatever a module of the user's own raises
+        raise UserError(
+            f"rl.environments: {name} cannot be imported ({type(error).__name__}: {error}); {allowed}; put"
+            f" {module.replace('.', '/')}.py into the folder that k3train is started in, or its folder into PYTHONPATH"
+        ) from error
     if not (isinstance(found, type) and issubclass(found, Environment)):
         raise UserError(f"rl.environments: {name} is no Environment; {allowed}")
     return found

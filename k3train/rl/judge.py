@@ -16,6 +16,7 @@ from functools import partial
 from itertools import combinations
 from typing import Any
 
+from k3train.config.rules import check_url
 from k3train.data.chat.messages import Message
 from k3train.data.chat.parse import Completion
 from k3train.errors import UserError
@@ -207,6 +208,7 @@ class JudgedEnvironment(Environment):
         super().__init__(reward)
         if not url:
             raise UserError("rl.environments: judge needs options.url, the address of the judge's server")
+        check_url("rl.environments: judge: options.url", url)
         if sigma < 0 or max_tokens < 1:
             raise UserError(f"rl.environments: judge has sigma={sigma}, max_tokens={max_tokens}; at least 0 and 1")
         if concurrency < 1 or not 0 < timeout_seconds < math.inf:

@@ -8,12 +8,11 @@ import http.client
 import json
 import os
 import socket
-import urllib.parse
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from k3train.errors import UserError
+from k3train.config.rules import check_url
 from k3train.rollout.sampling import SamplingConfig
 
 _LATER = (408, 425, 429)  # of 4xx those that say: not now
@@ -138,11 +137,8 @@ class CompletionClient:
     """
 
     def __init__(self, url: str, model: str | None = None, timeout: float = 60.0, key: str | None = None) -> None:
-        parts = urllib.parse.urlsplit(url if "//" in url else f"http://{url}")
-        if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise UserError(f"{url} is no address of a server; allowed: http://HOST:PORT, https://HOST:PORT")
-        self._parts, self.timeout = parts, timeout
-        self._prefix = parts.path.rstrip("/").removesuffix("/v1")
+        self._parts, self.timeout = check_url("url", url), timeout
+        self._prefix = self._parts.path.rstrip("/").removesuffix("/v1")
         self._key = os.environ.get(API_KEY) if key is None else key
         self.model, self.extended = model, False
         self.listed: dict[str, Any] = {}  # what the server says of the model

@@ -243,7 +243,7 @@ class OpenAIEngine:
         try:
             return self._attempt(action)
         except ServerFailedError as error:
-            why = f"The rollout server does not answer: {error}; start it, or correct its url"
+            why = f"The rollout server does not answer: {error}; start it, or correct rl.rollout.url"
             raise UserError(why) from error
 
     def _attempt[Value](self, action: Callable[[], Value]) -> Value:

@@ -89,6 +89,10 @@ def test_the_command_plans_with_a_file_and_writes_one(
         ('{"stages": [{"forward": true, "backward": 2}, {}, {}]}', "stages.0.forward is true"),
         ('{"stages": [{"forward": "1", "backward": 2}, {}, {}]}', 'stages.0.forward is "1"'),
         ('{"stages": [{"forward": NaN, "backward": 2}, {}, {}]}', "stages.0.forward is NaN"),
+        (
+            '{"stages": [{"forward": 1e308, "backward": 2}, {}, {}]}',
+            "stages.0.forward is 1e+308; allowed: seconds above 0, at most 86,400",
+        ),
     ],
 )
 def test_a_wrong_file_is_one_sentence(tmp_path: Path, text: str | None, said: str) -> None:

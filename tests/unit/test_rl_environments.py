@@ -5,8 +5,10 @@ from __future__ import annotations
 import http.server
 import json
 import re
+import sys
 import threading
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -150,6 +152,20 @@ def test_a_class_of_ones_own() -> None:
     ):
         with pytest.raises(UserError, match=words):
             make_environment(wrong)
+
+
+def test_a_class_in_the_folder_that_the_command_is_started_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "of_a_user.py").write_text(
+        "from k3train.rl.environments import Environment\nclass Mine(Environment): pass\n", encoding="utf-8"
+    )
+    (tmp_path / "of_a_hasty_user.py").write_text("class Mine(Environment): pass\n", encoding="utf-8")
+    monkeypatch.setattr(sys, "path", [place for place in sys.path if place])  # as the console script has it
+    with pytest.raises(UserError, match=r"put of_a_user\.py into the folder that k3train is started in"):
+        make_environment(EnvironmentConfig("of_a_user:Mine", "x"))
+    monkeypatch.chdir(tmp_path)
+    assert type(make_environment(EnvironmentConfig("of_a_user:Mine", "x"))).__name__ == "Mine"
+    with pytest.raises(UserError, match=r"cannot be imported \(NameError: name 'Environment' is not defined\)"):
+        make_environment(EnvironmentConfig("of_a_hasty_user:Mine", "x"))
 
 
 GOOD = "accuracy\nclarity\naccuracy | A: 7 | B: 4\nclarity | A: 2 | B: 3.5\nVERDICT: A"
