@@ -81,18 +81,18 @@ class Rollouts:
             temperature=rollout.temperature, top_p=rollout.top_p, top_k=rollout.top_k, seed=seed
         )
 
-    def collect(self, engine: Engine, version: int) -> list[Group]:
+    def collect(self, engine: Engine, version: int, before: dict[str, float] | None = None) -> list[Group]:
         """Sample under the policy `version` until enough has finished; returns the groups that are ready to train on.
 
         Paused samples go on first, then new groups fill up what is in flight. Generation pauses when `finish_fraction`
         of the samples in flight has finished, but not before one group is ready, nor while a group would become older
-        than `max_staleness`.
+        than `max_staleness`. `before` are the engine's counters when the step began; left out: they are now.
 
         Raises:
             UserError: a prompt has no room for an answer.
         """
         started = time.perf_counter()
-        before = engine.counters()
+        before = engine.counters() if before is None else before
         self._step.clear()
         engine.version = version
         self._fill(version)

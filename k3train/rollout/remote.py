@@ -158,6 +158,8 @@ class OpenAIEngine:
             self._failed_in_a_row(error)
             return None
         self._in_a_row = 0
+        if not held:
+            self._count("repeated_refreshes")
         return held
 
     def _failed_in_a_row(self, error: ServerFailedError) -> None:

@@ -120,12 +120,14 @@ class RLStage:
             yield self._batches(self._groups, version)
 
     def _collect(self, version: int) -> list[Group]:
+        before: dict[str, float] | None = self.engine.counters()  # a refresh may find the server down, which counts
         self._refresh(version)
         self.rollouts.touch.seconds = touch_seconds(self.config)
         self.rollouts.on_progress = lambda: self._trainer.watchdog.beat(f"step {version + 1}")
         for _ in range(MOST_EMPTY):
             self._trainer.watchdog.beat(f"step {version + 1}")  # each has its own patience with silent servers
-            groups = self.rollouts.collect(self.engine, version)
+            groups = self.rollouts.collect(self.engine, version, before)
+            before = None
             self._scores = None if self._teachers is None else self._teachers.scores(groups)
             if trainable(groups):
                 return groups

@@ -87,6 +87,7 @@ def test_a_server_that_is_restarted_in_the_middle_of_an_iteration(
     assert len(drawn) > 150
     told = [line["text"] for line in lines(tmp_path / "restarted", "event") if "other weights" in line.get("text", "")]
     assert len(told) == 1
+    assert [sum(line["rollout"]["repeated_refreshes"] for line in lot) for lot in found.values()] == [0, 1]
     for ours, expected in zip(found["restarted"], found["undisturbed"], strict=True):
         assert (ours["reward"], ours["trained_tokens"]) == (expected["reward"], expected["trained_tokens"])
         assert ours["loss"] == pytest.approx(expected["loss"], rel=1e-4, abs=1e-6)

@@ -107,6 +107,17 @@ def rollouts(environment: Environment | None = None, effort: str | None = None, 
     return Rollouts(config, [source], Chat(), seed=3, max_context=64, budget=budget)
 
 
+def test_what_the_engine_counts_before_sampling_is_the_steps_too() -> None:
+    """Such as an outage of the server while it is given weights."""
+    queue, engine = rollouts(), Scripted()
+    before = engine.counters()
+    engine.made += 7
+    queue.collect(engine, 0, before)
+    assert queue.metrics()["generated_tokens"] == engine.made == 7 + 6 * 3
+    queue.collect(engine, 1)
+    assert queue.metrics()["generated_tokens"] == 6 * 3
+
+
 def test_all_of_it_at_once() -> None:
     """lambda = 1: every group of every iteration is whole and of one policy."""
     queue, engine = rollouts(), Scripted({(0, 1): 7, (1, 2): 5})
