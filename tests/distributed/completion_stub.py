@@ -13,6 +13,8 @@ import threading
 import urllib.parse
 from typing import Any
 
+from http_stub import JsonHandler
+
 # Of POST /v1/completions, what the client may send and of which type.
 FIELDS: dict[str, type | tuple[type, ...]] = {
     "model": str,
@@ -80,18 +82,18 @@ class CompletionStub(http.server.ThreadingHTTPServer):
         self.server_close()
 
 
-class _Handler(http.server.BaseHTTPRequestHandler):
+class _Handler(JsonHandler):
     server: CompletionStub
 
-    def do_GET(self) -> None:
+    def get(self) -> None:
         self.route("GET")
 
-    def do_POST(self) -> None:
+    def post(self) -> None:
         self.route("POST")
 
     def route(self, method: str) -> None:
         stub, url = self.server, urllib.parse.urlsplit(self.path)
-        body = json.loads(self.rfile.read(int(self.headers.get("Content-Length") or 0)) or b"{}")
+        body = self.asked()
         if stub.is_down:
             self.close_connection = True
             return
@@ -182,16 +184,6 @@ class _Handler(http.server.BaseHTTPRequestHandler):
                 self.wfile.write(f"data: {json.dumps({'choices': [choice]})}\n\n".encode())
                 self.wfile.flush()
         self.wfile.write(b"data: [DONE]\n\n")
-
-    def answer(self, status: int, body: dict[str, Any]) -> None:
-        content = json.dumps(body).encode()
-        self.send_response(status)
-        self.send_header("Content-Length", str(len(content)))
-        self.end_headers()
-        self.wfile.write(content)
-
-    def log_message(self, *_: Any) -> None:
-        pass
 
 
 def typed(body: dict[str, Any], fields: dict[str, type | tuple[type, ...]]) -> bool:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import http.server
-import json
 import threading
-from typing import Any
+
+from http_stub import JsonHandler
 
 
 class TeacherStub(http.server.ThreadingHTTPServer):
@@ -41,14 +41,14 @@ class TeacherStub(http.server.ThreadingHTTPServer):
         self.server_close()
 
 
-class _Handler(http.server.BaseHTTPRequestHandler):
+class _Handler(JsonHandler):
     server: TeacherStub
 
-    def do_GET(self) -> None:
+    def get(self) -> None:
         self.answer(200, {"data": [{"id": "teacher"}]})
 
-    def do_POST(self) -> None:
-        rows = json.loads(self.rfile.read(int(self.headers["Content-Length"])))["prompt"]
+    def post(self) -> None:
+        rows = self.asked()["prompt"]
         mood = self.server.mood()
         if mood == "silent":
             self.server.over.wait()
@@ -63,13 +63,3 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             self.answer(
                 200, {"choices": [{"index": i, "logprobs": {"token_logprobs": s}} for i, s in enumerate(scores)]}
             )
-
-    def answer(self, status: int, body: dict[str, Any]) -> None:
-        content = json.dumps(body).encode()
-        self.send_response(status)
-        self.send_header("Content-Length", str(len(content)))
-        self.end_headers()
-        self.wfile.write(content)
-
-    def log_message(self, *_: Any) -> None:
-        pass

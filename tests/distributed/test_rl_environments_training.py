@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import http.server
-import json
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from http_stub import JsonHandler, completion_of, serving
 from rl_run import make_tasks
 from rl_scripts import programs, scripted_tasks, sizes, train_scripted, with_a_tool
 from small_run import lines
@@ -121,26 +119,15 @@ def test_a_class_of_ones_own_says_what_is_right(pool: Any, tasks: Path, tmp_path
 def judge() -> Iterator[str]:
     """A completion server that prefers the longer answer."""
 
-    class Handler(http.server.BaseHTTPRequestHandler):
-        def do_POST(self) -> None:
-            prompt = json.loads(self.rfile.read(int(self.headers["Content-Length"])))["prompt"]
+    class Handler(JsonHandler):
+        def post(self) -> None:
+            prompt = self.asked()["prompt"]
             a = len(prompt.partition("Answer A:\n")[2].partition("\n\nAnswer B:")[0])
             b = len(prompt.partition("Answer B:\n")[2].partition("\n\nFirst write")[0])
-            text = f"length | A: {a} | B: {b}\nVERDICT: {'AB'[b > a]}"
-            content = json.dumps({"choices": [{"index": 0, "text": text, "finish_reason": "stop"}]}).encode()
-            self.send_response(200)
-            self.send_header("Content-Length", str(len(content)))
-            self.end_headers()
-            self.wfile.write(content)
+            self.answer(200, completion_of(f"length | A: {a} | B: {b}\nVERDICT: {'AB'[b > a]}"))
 
-        def log_message(self, *_: Any) -> None:
-            pass
-
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    yield f"http://127.0.0.1:{server.server_address[1]}"
-    server.shutdown()
-    server.server_close()
+    with serving(Handler) as url:
+        yield url
 
 
 def test_a_judge_in_training(pool: Any, tasks: Path, tmp_path: Path, judge: str) -> None:

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import http.server
-import json
 import re
 import sys
-import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+from http_stub import JsonHandler, completion_of, serving
 
 from k3train.config import rules_rl
 from k3train.config.load import load_recipe
@@ -211,25 +209,15 @@ def judge_server() -> Iterator[tuple[str, list[str]]]:
     """A completion server that judges by length."""
     asked: list[str] = []
 
-    class Handler(http.server.BaseHTTPRequestHandler):
-        def do_POST(self) -> None:
-            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+    class Handler(JsonHandler):
+        def post(self) -> None:
+            body = self.asked()
             asked.append(body["prompt"])
-            text = longest_wins(body["prompt"])
-            content = json.dumps({"choices": [{"index": 0, "text": text, "finish_reason": "stop"}]}).encode()
-            self.send_response(200 if "BREAK" not in body["prompt"] else 503)
-            self.send_header("Content-Length", str(len(content)))
-            self.end_headers()
-            self.wfile.write(content)
+            status = 200 if "BREAK" not in body["prompt"] else 503
+            self.answer(status, completion_of(longest_wins(body["prompt"])))
 
-        def log_message(self, *_: Any) -> None:
-            pass
-
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    yield f"http://127.0.0.1:{server.server_address[1]}", asked
-    server.shutdown()
-    server.server_close()
+    with serving(Handler) as url:
+        yield url, asked
 
 
 def test_a_judge_over_http(judge_server: tuple[str, list[str]]) -> None:

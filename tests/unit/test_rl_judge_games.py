@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import http.server
-import json
 import sys
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+from http_stub import JsonHandler, completion_of
 from test_rl_environments import longest_wins, says, task
 
 from k3train.errors import UserError
@@ -155,11 +155,11 @@ class Judging(http.server.ThreadingHTTPServer):
         threading.Thread(target=self.serve_forever, daemon=True).start()
 
 
-class Handler(http.server.BaseHTTPRequestHandler):
+class Handler(JsonHandler):
     server: Judging
 
-    def do_POST(self) -> None:
-        prompt = json.loads(self.rfile.read(int(self.headers["Content-Length"])))["prompt"]
+    def post(self) -> None:
+        prompt = self.asked()["prompt"]
         with self.server.lock:
             self.server.open += 1
             self.server.most = max(self.server.most, self.server.open)
@@ -169,15 +169,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
         self.server.barrier.wait(60)
         with self.server.lock:
             self.server.open -= 1
-        choice = {"index": 0, "text": longest_wins(prompt), "finish_reason": "stop"}
-        content = json.dumps({"choices": [choice]}).encode()
-        self.send_response(200)
-        self.send_header("Content-Length", str(len(content)))
-        self.end_headers()
-        self.wfile.write(content)
-
-    def log_message(self, *_: Any) -> None:
-        pass
+        self.answer(200, completion_of(longest_wins(prompt)))
 
 
 @pytest.fixture
