@@ -65,6 +65,7 @@ class Rollouts:
         # Told of a group when its last sample ends, while others go on. Rewards may still be missing, or change.
         self.on_done: Callable[[Group], None] = lambda group: None
         self.groups: list[Group] = []  # begun and not trained on yet, oldest first
+        self._beside: dict[str, float] = {}  # what the engine counted outside of `collect` since the last one
         self._next_uid = 0
         self._positions = [0] * len(sources)  # tasks taken from each source
         self.totals: Counter[str] = Counter()
@@ -81,18 +82,18 @@ class Rollouts:
             temperature=rollout.temperature, top_p=rollout.top_p, top_k=rollout.top_k, seed=seed
         )
 
-    def collect(self, engine: Engine, version: int, before: dict[str, float] | None = None) -> list[Group]:
+    def collect(self, engine: Engine, version: int) -> list[Group]:
         """Sample under the policy `version` until enough has finished; returns the groups that are ready to train on.
 
         Paused samples go on first, then new groups fill up what is in flight. Generation pauses when `finish_fraction`
         of the samples in flight has finished, but not before one group is ready, nor while a group would become older
-        than `max_staleness`. `before` are the engine's counters when the step began; left out: they are now.
+        than `max_staleness`.
 
         Raises:
             UserError: a prompt has no room for an answer.
         """
         started = time.perf_counter()
-        before = engine.counters() if before is None else before
+        before = engine.counters()
         self._step.clear()
         engine.version = version
         self._fill(version)
@@ -387,9 +388,15 @@ class Rollouts:
     def _all_over(self, group: Group) -> bool:
         return all(self._over(group, number) for number in range(len(group.samples)))
 
+    def count_beside(self, before: dict[str, float], after: dict[str, float]) -> None:
+        """The engine's counters around something else than `collect`, such as a refresh that found the server down:
+        the difference is the next step's."""
+        for name, value in after.items():
+            self._beside[name] = self._beside.get(name, 0.0) + value - before.get(name, 0.0)
+
     def _count(self, engine: Engine, before: dict[str, float], seconds: float) -> None:
         for name, value in engine.counters().items():
-            self._step[name] = value - before.get(name, 0.0)
+            self._step[name] = value - before.get(name, 0.0) + self._beside.pop(name, 0.0)
         self._step["paused"] = sum(s.finish is None for g in self.groups for s in g.samples)
         self._step["waiting_groups"] = len(self.groups)
         self._step["rollout_seconds"] = seconds

@@ -120,14 +120,12 @@ class RLStage:
             yield self._batches(self._groups, version)
 
     def _collect(self, version: int) -> list[Group]:
-        before: dict[str, float] | None = self.engine.counters()  # a refresh may find the server down, which counts
         self._refresh(version)
         self.rollouts.touch.seconds = touch_seconds(self.config)
         self.rollouts.on_progress = lambda: self._trainer.watchdog.beat(f"step {version + 1}")
         for _ in range(MOST_EMPTY):
             self._trainer.watchdog.beat(f"step {version + 1}")  # each has its own patience with silent servers
-            groups = self.rollouts.collect(self.engine, version, before)
-            before = None
+            groups = self.rollouts.collect(self.engine, version)
             self._scores = None if self._teachers is None else self._teachers.scores(groups)
             if trainable(groups):
                 return groups
@@ -140,7 +138,9 @@ class RLStage:
         """Give a server the weights of this version."""
         if self.rl.rollout.engine == "local" or self.rl.rollout.refresh == "none" or self._refreshed == version:
             return
+        before = self.engine.counters()
         self._refresh_weights(self.engine, version)
+        self.rollouts.count_beside(before, self.engine.counters())
         self._refreshed = version
 
     def _give_again(self) -> None:

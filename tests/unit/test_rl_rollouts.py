@@ -112,7 +112,8 @@ def test_what_the_engine_counts_before_sampling_is_the_steps_too() -> None:
     queue, engine = rollouts(), Scripted()
     before = engine.counters()
     engine.made += 7
-    queue.collect(engine, 0, before)
+    queue.count_beside(before, engine.counters())
+    queue.collect(engine, 0)
     assert queue.metrics()["generated_tokens"] == engine.made == 7 + 6 * 3
     queue.collect(engine, 1)
     assert queue.metrics()["generated_tokens"] == 6 * 3
